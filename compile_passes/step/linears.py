@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...native import HOPPER
 from ..graph.nodes import (
     arguments,
     aten,
@@ -33,7 +32,6 @@ from .norm import Norm, NotRead, read_norm
 
 fp4 = torch.ops.fp4
 
-FAMILIES = (HOPPER,)
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 1
 """Most rows of a product. One is faster than torch's kernels between Inductor's; 64 are slower (H100)."""
@@ -116,7 +114,7 @@ def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
         return None
     tensors = [x, weight] if bias is None else [x, weight, bias]
     dtypes = {value(t).dtype for t in tensors}
-    if len(dtypes) != 1 or value(x).dtype not in DTYPES or not runs(value(x).device, *FAMILIES):
+    if len(dtypes) != 1 or value(x).dtype not in DTYPES or not runs(value(x).device):
         return None
     n, k = (static_int(size) for size in shape(weight))
     if n is None or k is None or k % K_MULTIPLE or static_int(shape(x)[-1]) != k:

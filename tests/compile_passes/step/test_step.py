@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import types
 from typing import Any
 
 import pytest
@@ -14,12 +16,55 @@ from torch import nn
 from torch._guards import TracingContext, detect_fake_mode
 
 import fp4_ops
+from fp4_ops import first_use, native
+from fp4_ops.backends.hopper import trust
 from fp4_ops.compile_passes.step import linears
+from fp4_ops.compile_passes.step.device import runs
 from fp4_ops.compile_passes.step.linears import write_linears
 from fp4_ops.compile_passes.trace.copier import Copier
 
 expecttest = pytest.importorskip("expecttest")
 K, BF16 = 64, torch.bfloat16
+MOST = linears.MAX_ROWS
+"""As users have it: tests take more rows."""
+
+
+@pytest.fixture
+def hopper(monkeypatch, tmp_path):
+    """A Hopper GPU whose kernel was never used; its error is in the dict."""
+    found = {"error": 1e-3}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(trust, "linears_error", lambda: found["error"])
+    monkeypatch.setattr(native, "family", lambda index: native.HOPPER)
+    monkeypatch.setattr(native, "build", lambda family: "a build")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    properties = types.SimpleNamespace(name="an H100", major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    first_use.forget()
+    yield found
+    first_use.forget()
+
+
+@pytest.mark.parametrize("error, right", [(1e-3, True), (1e-2, False), (float("nan"), False)])
+def test_a_kernel_whose_first_use_is_wrong_is_not_used(hopper, error, right, caplog):
+    hopper["error"] = error
+    assert runs(torch.device("cuda", 1)) is right
+    assert runs(torch.device("cpu")) is False
+    assert ("torch is used instead" in caplog.text) is not right
+
+
+def test_the_check_finds_what_is_wrong(monkeypatch):
+    """By torch's operations, which serve a CPU; then with a result that has a wrong element in a hundred."""
+    assert trust._error(BF16, "cpu") < trust.BOUND
+
+    def wrong(*args, **options):
+        made = right(*args, **options)
+        made[-1][:, ::100] += 1
+        return made
+
+    right = torch.ops.fp4.linears
+    monkeypatch.setattr(torch.ops.fp4, "linears", wrong)
+    assert trust._error(BF16, "cpu") > 10 * trust.BOUND
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +235,13 @@ def test_gemma_is_refused_with_the_reason(device):
 @pytest.mark.parametrize("shape", [(1, 9, K), (9, 1, K), (3, 3, K)])
 def test_many_rows_stay(device, shape):
     assert not run(Attention().to(device, BF16), draw(device, *shape)).calls("linears")
+
+
+def test_one_row_is_rewritten_and_two_stay(device, monkeypatch):
+    monkeypatch.setattr(linears, "MAX_ROWS", MOST)
+    module = Attention().to(device, BF16)
+    assert len(run(module, draw(device, 1, 1, K)).calls("linears")) == 3
+    assert not run(module, draw(device, 2, 1, K)).calls("linears")
 
 
 def test_rows_of_a_symbolic_number_stay(device):
