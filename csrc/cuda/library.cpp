@@ -83,9 +83,10 @@ Kernels load(const std::string& path) {
   find(k.place, "fp4_kernel_place");
   find(k.combine, "fp4_kernel_combine");
   find(k.dequantize, "fp4_kernel_dequantize");
-  k.linears = reinterpret_cast<decltype(k.linears)>(dlsym(library, "fp4_kernel_linears"));  // of some families
-  k.prefill_most_shared = reinterpret_cast<decltype(k.prefill_most_shared)>(
-      dlsym(library, "fp4_kernel_prefill_most_shared"));
+  k.linears =
+      reinterpret_cast<decltype(k.linears)>(dlsym(library, "fp4_kernel_linears"));  // of some families
+  k.prefill_most_shared =
+      reinterpret_cast<decltype(k.prefill_most_shared)>(dlsym(library, "fp4_kernel_prefill_most_shared"));
   return k;
 }
 

@@ -38,7 +38,8 @@ double cost(const LinearsParams& p, const Division& d, const LinearsConstants& f
   // A head: there are many rounds, and what counts is how seldom sums meet.
   if (p.tiles > fitted.many_tiles) return d.cluster_bits != 1 || d.row_warp_bits != 2;
   // One row: all weights in one round, by as many blocks as can be.
-  if (p.rows <= fitted.single_rows) return (p.rounds > 1 ? 2e3 * p.rounds : 0) - blocks - 0.1 * d.cluster_bits;
+  if (p.rows <= fitted.single_rows)
+    return (p.rounds > 1 ? 2e3 * p.rounds : 0) - blocks - 0.1 * d.cluster_bits;
   // More rows: each block brings its part of them, the smaller the more blocks split K. Of divisions that
   // take as long, that into more parts where its rounds are full.
   if (d.row_warp_bits != 3) return 1e6;

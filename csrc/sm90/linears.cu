@@ -33,7 +33,8 @@ int launch_columns(LinearsParams& p, int sms, cudaStream_t stream) {
 extern "C" int fp4_kernel_linears(const fp4::device::LinearsParams* params, int sms, void* stream) {
   using namespace fp4::sm90;
   LinearsParams p = *params;
-  if (p.rows < 1 || p.rows > kMostLinearRows || p.count < 1 || p.count > kMostLinears) return cudaErrorInvalidValue;
+  if (p.rows < 1 || p.rows > kMostLinearRows || p.count < 1 || p.count > kMostLinears)
+    return cudaErrorInvalidValue;
   if (p.k % kLinearStepK != 0) return cudaErrorInvalidValue;
   auto* s = static_cast<cudaStream_t>(stream);
   return p.type == DType::kBFloat16 ? launch_columns<PlainWeights<Element::kBFloat16>>(p, sms, s)

@@ -72,7 +72,6 @@ struct PlainWeights {
       }
     }
   }
-
 };
 
 // ---- 16-bit values ----
@@ -115,7 +114,8 @@ struct LinearTile {
 
 // Rows n, n + 1 of the weight, for tokens m and m + 1.
 template <class Weights>
-__device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, int column, const float4& sum) {
+__device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, int column,
+                                             const float4& sum) {
   using H = Half<Weights::kElement>;
   const int lane = threadIdx.x % 32, m = column * 8 + lane % 4 * 2;
   const LinearTile at(p, tile);
@@ -137,8 +137,7 @@ __device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, i
     const auto* residual = static_cast<const typename H::One*>(p.residual) + to;
     if (w.n % 2 == 0) {
       typename H::Two pair = H::pair(a, b);
-      if (p.residual)
-        pair = __hadd2_rn(pair, *reinterpret_cast<const typename H::Two*>(residual));
+      if (p.residual) pair = __hadd2_rn(pair, *reinterpret_cast<const typename H::Two*>(residual));
       *reinterpret_cast<typename H::Two*>(out) = pair;
     } else {
       if (p.residual) a = H::to_float(H::one(a)) + H::to_float(residual[0]);
@@ -153,8 +152,8 @@ __device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, i
 
 // ---- x: the block's part of K as B operands ----
 
-// A thread brings 32 consecutive values of a row at a time, four pieces of 16 bytes. Where they lie, word i of
-// each piece meets in the end: what a lane multiplies.
+// A thread brings 32 consecutive values of a row at a time, four pieces of 16 bytes. Where they lie, word i
+// of each piece meets in the end: what a lane multiplies.
 template <class Weights, int kColumns>
 struct LinearRows {
   using H = Half<Weights::kElement>;
@@ -226,13 +225,13 @@ struct LinearRows {
 
   static __device__ __forceinline__ uint32_t normalized(uint32_t w, float scale, uint32_t weight) {
     const float2 f = H::floats(w);
-    const typename H::Two v = __hmul2_rn(H::pair(f.x * scale, f.y * scale),
-                                         reinterpret_cast<const typename H::Two&>(weight));
+    const typename H::Two v =
+        __hmul2_rn(H::pair(f.x * scale, f.y * scale), reinterpret_cast<const typename H::Two&>(weight));
     return reinterpret_cast<const uint32_t&>(v);
   }
 
-  // In place; `weight`: of the norm, from the block's first k on, or null. `normed`: where the rows go as they
-  // are then, or null.
+  // In place; `weight`: of the norm, from the block's first k on, or null. `normed`: where the rows go as
+  // they are then, or null.
   __device__ __forceinline__ void finish(const LinearsParams& p, float scale, const uint4* weight,
                                          void* normed) const {
     if (row() >= p.rows) return;
@@ -385,7 +384,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
   // Adds and stores what the cluster has of a round: this block its part of the items.
   const auto finish = [&](int round) {
     const float4* const from = sums + (round & 1) * p.sums_size + lane;
-    for (int i = (warp << cluster_bits) + rank; i < kColumns << row_warp_bits; i += kLinearWarps << cluster_bits) {
+    for (int i = (warp << cluster_bits) + rank; i < kColumns << row_warp_bits;
+         i += kLinearWarps << cluster_bits) {
       const int tile = round * stride + (cluster << row_warp_bits) + i / kColumns;
       if (tile >= p.tiles || i % kColumns * 8 >= p.rows) continue;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -53,6 +53,7 @@ single_products: # ms, # -> # nodes
 topk: # ms, # -> # nodes
 attention: # ms, # -> # nodes
 sums: # ms, # -> # nodes
+step_linears: # ms, # -> # nodes
 inputs: # ms, # -> # nodes
 strides: # ms, # -> # nodes""",
         )
