@@ -24,7 +24,8 @@ from fp4_ops.compile_passes.weights import packed as packed_weights
 from fp4_ops.compile_passes.weights.packed import PackedWeights, note_writes
 from fp4_ops.compile_passes.weights.specs import PackSpec
 
-EXACT = 1e-5
+EXACT = 1e-4
+"""Rounding of outputs that are differences of large numbers. An update that is not seen gives far more."""
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
