@@ -84,7 +84,7 @@ def a_step(make: Callable[..., torch.optim.Optimizer], **options) -> Callable[[n
 OPTIMIZERS = {
     "Adam, fused": (torch.optim.Adam, {"lr": 0.1, "fused": True}),
     "AdamW, fused": (torch.optim.AdamW, {"lr": 0.1, "fused": True}),
-    "SGD, fused": (torch.optim.SGD, {"lr": 1.0, "momentum": 0.9, "fused": True}),
+    "SGD, fused": (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "fused": True}),
     "Adagrad, fused": (torch.optim.Adagrad, {"lr": 0.1, "fused": True}),
     "AdamW, foreach": (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
     "AdamW, a loop": (torch.optim.AdamW, {"lr": 0.1, "foreach": False}),
