@@ -73,7 +73,7 @@ def kernel_libraries() -> str:
     for f in families:
         words = ", ".join([*map(str, f.capability), str(f.and_later).lower(), f'"{f.capability_words}"'])
         lines.append(f"    {{{f.family}, {words}, k_{f.name}_layouts, k_{f.name}_rows, k_{f.name}_planner}},")
-    lines += ["};", "", "// Of linear layers of few rows.", "struct LinearsConstants {"]
+    lines += ["};", "", "// Numbers for linear layers with few rows.", "struct LinearsConstants {"]
     linears = reader.groups("hopper")["linears"].values
     lines += [f"  double {name};" for name in linears]
     lines += ["};", "inline constexpr LinearsConstants k_linears = {"]

@@ -206,7 +206,7 @@ struct LinearRows {
     copy_commit();
   }
 
-  // Of the thread's values.
+  // The sum of the squares of this thread's values.
   __device__ __forceinline__ float squares() const {
     float sum = 0.f;
     for_each([&](int, uint4* to) {
@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
       __syncthreads();
       finish(round - 1);
     }
-    // What was in the buffer, of the round before the last, has been read by all.
+    // All warps have read what the round before the last put into the buffer.
     if (blocks > 1 && round > 1) cluster_wait();
     float4* const to = sums + (round & 1) * p.sums_size + (rank << k_warp_bits | k_warp) * 32 + lane;
 #pragma unroll

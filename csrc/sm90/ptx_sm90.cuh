@@ -86,9 +86,6 @@ __device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool th
 __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy_4_ahead(uint32_t smem, const void* from) {
-  asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 4;" ::"r"(smem), "l"(from) : "memory");
-}
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until at most `Pending` of this thread's committed groups are under way.

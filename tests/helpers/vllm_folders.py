@@ -152,7 +152,7 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
 }
 """Folders by name; the first five are served."""
 ONLINE = ("bf16", "gpt_oss_bf16")
-"""Those that need `--quantization fp4_ops`."""
+"""Folders that need `--quantization fp4_ops`."""
 
 
 def reference(name: str, path: Path) -> Any:

@@ -1,6 +1,6 @@
 """The scripts under benchmarks/ yield rows that fit their tables.
 
-What they measure needs a GPU, a peer or minutes. So GPU scripts run here on the CPU, with tiny shapes,
+The measurements need a GPU, a peer or minutes. So GPU scripts run here on the CPU, with tiny shapes,
 kernels that return zeros and a clock that says 1: names that moved and rows that do not fit show.
 """
 

@@ -29,7 +29,7 @@ NEW = 16
 SERVED = tuple(FOLDERS)[:5]
 OFFLINE = tuple(FOLDERS)[5:]
 LENGTHS = (3, 9, 5, 17, 4, 1, 30, 12, 7, 21, 2, 14, 6, 25, 10, 19)
-"""Of 16 prompts that are asked at one time."""
+"""Lengths of 16 prompts that are asked at one time."""
 
 
 @pytest.fixture(scope="module")

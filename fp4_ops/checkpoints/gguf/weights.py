@@ -174,7 +174,7 @@ def _check_known(info: TensorInfo) -> None:
 def dense_of(file: GGUF, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
     """All tensors but the experts', by transformers' names.
 
-    What is quantised becomes `dtype`, what is not keeps its own. Raises CheckpointError for a tensor whose
+    Quantised tensors become `dtype`; the others keep theirs. Raises CheckpointError for a tensor whose
     name is not known.
     """
     form, layers = architecture_of(file), layers_of(file)
