@@ -34,7 +34,6 @@ inline void copy_16(uint32_t smem, const void* from, bool there) {
   emulator::copy(smem, from, there ? 16 : 0);
 }
 inline void copy_16_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 16); }
-inline void copy_4_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 4, 4); }
 inline void copy_commit() { emulator::copy_commit(); }
 template <int Pending>
 void copy_wait() {
