@@ -148,13 +148,17 @@ def seed(value: int) -> None:
     loaded.emulator_seed(value % 2**32)
 
 
+def on_gpu(value: Any) -> bool:
+    """Return whether an argument names a GPU, as in `x.to("cuda")` and `torch.empty(3, device="cuda:0")`."""
+    return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
+
+
 class OnCpu(TorchFunctionMode):
     """Keep tensors for the GPU on the CPU. Operators on Hopper's layouts run what GPUs run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
+        args = tuple("cpu" if on_gpu(value) else value for value in args)
+        kwargs = {name: "cpu" if on_gpu(value) else value for name, value in (kwargs or {}).items()}
         if func is torch.Tensor.cuda:
             return args[0]
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
