@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-_TORCH = str(torch.__file__).removesuffix("__init__.py")
+TORCH = str(torch.__file__).removesuffix("__init__.py")
 _LONG = 80
 """Most characters of a line that a message quotes."""
 
@@ -35,7 +35,7 @@ def _frames(node: fx.Node) -> list[tuple[str, str, str, str]]:
     found = re.findall(
         r'File "([^"]+)", line (\d+), in (\S+)(?:\n    ([^\n]*))?', node.meta.get("stack_trace") or ""
     )
-    return [f for f in found if not f[0].startswith(_TORCH)]
+    return [f for f in found if not f[0].startswith(TORCH)]
 
 
 def source_name(source: Any) -> str:

@@ -80,11 +80,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     for kind_format in outside.values():
         check_activation_choice(activation, kind_format)
 
-    from torch._inductor import config, list_mode_options
+    from ..meta.torch_internals import inductor_config, list_mode_options
 
     # Inductor ignores a bare `mode` that reaches it from another backend, so it is expanded here.
     inductor = dict(list_mode_options(mode)) if mode else {}
-    known = config.get_config_copy()
+    known = inductor_config.get_config_copy()
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in known:
@@ -112,11 +112,10 @@ def version_hash() -> str:
 
 def inductor_patches(options: Options) -> dict[str, Any]:
     """Inductor's options for one compilation, with `version_hash` made part of its cache keys."""
-    from torch._inductor import config
-    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from ..meta.torch_internals import CustomGraphPass, inductor_config
 
     slot = "post_grad_custom_pre_pass"
-    users_own = options.inductor.get(slot, getattr(config, slot))
+    users_own = options.inductor.get(slot, getattr(inductor_config, slot))
     if users_own is not None and not isinstance(users_own, CustomGraphPass):
         return options.inductor  # a pass without uuid: Inductor does not cache at all then
 

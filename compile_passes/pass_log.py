@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import torch
 from torch import fx
-from torch._logging import _internal, trace_structured
 
+from ..meta.torch_internals import logging_internals, trace_structured
 from .dynamo.api import dynamo_timed, get_debug_dir
 
 log = logging.getLogger("fp4_ops")
@@ -93,7 +92,9 @@ class PassLog:
 
     def _write(self, name: str, graph: fx.Graph) -> None:
         """The graph as it is now, unless nobody asks for it or the pass left it as it was."""
-        files, trace = torch._inductor.config.trace.enabled, bool(_internal.trace_log.handlers)
+        from ..meta.torch_internals import inductor_config
+
+        files, trace = inductor_config.trace.enabled, bool(logging_internals.trace_log.handlers)
         if not (files or trace):
             return
         text = graph.python_code("self", verbose=True).src

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..meta.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket
 from .emit.batched import batched_products, read_batched
 from .emit.every_use import EveryUse
 from .emit.linears import linear_layers
@@ -359,7 +359,7 @@ def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
     """The fp4 operators that the model calls itself, as a prepared model does."""
     sites = []
     for node in graph.nodes:
-        is_operator = isinstance(node.target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
+        is_operator = isinstance(node.target, (OpOverload, OpOverloadPacket))
         if is_operator and str(node.target).startswith("fp4.") and node not in known:
             name = str(node.target).split(".")[1]
             out = node.meta.get("val", node.meta.get("example_value"))

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
+from ..meta.torch_internals import TracingContext, is_precompiling
 from . import advice
 from .dynamo import left_out
 from .dynamo.extend import allow_scalars
@@ -30,7 +30,7 @@ from .refusal import Kind, Refusal, Refused
 from .report import Frame, Site
 from .trace.capture import capture
 from .weights.attributes import as_inputs, with_held
-from .weights.local_parts import given_parts, is_precompiling, see_through
+from .weights.local_parts import given_parts, see_through
 from .weights.prequantized import is_subclass
 from .weights.runtime import Swap, Undo, runtime
 from .weights.sharded import gathered, is_flat

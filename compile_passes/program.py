@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils import _pytree as pytree
 
 from ..meta.layouts import byte_view
+from ..meta.torch_internals import pytree
 from . import advice
 from .options import parse
 from .pass_log import PassLog

@@ -37,10 +37,9 @@ def fp4(
 
     Loading this module turns torch._dynamo.config.capture_dynamic_output_shape_ops on: see `_capture_loops`.
     """
-    from torch._inductor.compile_fx import compile_fx
-
     from .compile_passes.options import parse
     from .compile_passes.pipeline import compile_graph
+    from .meta.torch_internals import compile_fx
 
     with _says_when_long():
         return compile_graph(gm, example_inputs, parse(mode, options), compile_fx)
@@ -101,7 +100,7 @@ def _reset() -> None:
     forget_all()
     forget_failures()
     if torch.cuda.is_available():
-        from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+        from .meta.torch_internals import reset_cudagraph_trees
 
         reset_cudagraph_trees()
 

@@ -148,7 +148,7 @@ class _Groups:
     def products(self, a: Tensor, b: Tensor) -> Tensor:
         """a [M, K] @ b [E, K, N], rows of `a` sorted by expert."""
         if a.is_cuda and a.dtype == torch.bfloat16 and not (a.shape[1] % 8 or b.shape[2] % 8):
-            return torch._grouped_mm(a, b, offs=self.ends)
+            return torch.nn.functional.grouped_mm(a, b, offs=self.ends)
         out = a.new_empty(a.shape[0], b.shape[2])
         start = 0
         for e, end in enumerate(self.host_ends):

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .meta.torch_internals import graphs_compiled
+
 _WITHOUT = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """Modes of torch.compile that use CUDA graphs, each with the same mode without them."""
 _BACKENDS = ("inductor", "fp4")
@@ -65,9 +67,9 @@ class GraphStep:
         if self.graph is not None:
             self.graph.replay()
             return self.outputs
-        compiled = _graphs_compiled()
+        compiled = graphs_compiled()
         outputs, waited = _observed(self.step, self.token)
-        self.quiet = compiled == _graphs_compiled()
+        self.quiet = compiled == graphs_compiled()
         if self.quiet and waited:
             _log.info(
                 "fp4: a step of the model waits for the GPU (%s), so it cannot be one CUDA graph", waited
@@ -88,12 +90,6 @@ class GraphStep:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = graph
-
-
-def _graphs_compiled() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
 
 
 def _observed(step: Callable[[Tensor], Any], token: Tensor) -> tuple[Any, str]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .meta.dtensors import refuse_dtensors
 from .meta.layouts import block_scales, byte_view
+from .meta.torch_internals import make_wrapper_subclass, no_torch_function
 from .relayout import Operands, relayout
 
 aten = torch.ops.aten
@@ -39,7 +40,7 @@ class FP4Tensor(torch.Tensor):
     method: str = "rtn"
     """How `copy_` quantises what it is given, a name of `fp4_ops.quantization.METHODS`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -69,7 +70,7 @@ class FP4Tensor(torch.Tensor):
         if transposed:
             for sizes in (shape, strides):
                 sizes[-2], sizes[-1] = sizes[-1], sizes[-2]
-        return torch.Tensor._make_wrapper_subclass(
+        return make_wrapper_subclass(
             cls, shape, strides=strides, dtype=dtype, device=packed.device, requires_grad=False
         )
 

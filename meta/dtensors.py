@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
-from torch._library.simple_registry import GenericTorchDispatchRuleHolder, singleton
 
 from .fakes import OPERATORS
+from .torch_internals import GenericTorchDispatchRuleHolder, dispatch_rules
 
 
 def split_over_processes(tensor: Any) -> str:
@@ -59,4 +59,4 @@ def _refuse(cls: type, op: Any, types: Any, args: tuple[Any, ...], kwargs: dict[
 
 
 for _name in OPERATORS:
-    singleton.find(f"fp4::{_name}").torch_dispatch_rules = _Rules(f"fp4::{_name}")
+    dispatch_rules.find(f"fp4::{_name}").torch_dispatch_rules = _Rules(f"fp4::{_name}")

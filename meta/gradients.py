@@ -18,12 +18,18 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 from torch.library import Library
-from torch.utils import _pytree as pytree
 
 from .fakes import OPERATORS
+from .torch_internals import (
+    AFTER_AUTOGRAD,
+    BelowAutograd,
+    asks_for_gradient,
+    in_forward_ad,
+    in_functorch,
+    pytree,
+)
 
 LIBRARY = Library("fp4", "IMPL")
-_BELOW = torch._C._after_autograd_keyset
 
 INFERENCE = "4-bit weights are for inference"
 ORIGINAL = "differentiate the original weights"
@@ -32,7 +38,7 @@ ADAPTERS = {"moe": " For adapters beside frozen experts: fp4_ops.prepare(model, 
 
 def has_tangent(tensors: Iterable[Any]) -> bool:
     """True if one of `tensors` is a dual tensor of forward-mode differentiation at the current level."""
-    if forward_ad._current_level < 0:
+    if not in_forward_ad():
         return False
     # make_dual refuses other dtypes, and so does unpack_dual.
     every = pytree.tree_leaves(list(tensors))
@@ -69,14 +75,9 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Under `no_grad` that Python kernel is most of the host's time for a small call.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch.is_grad_enabled()
-        or forward_ad._current_level >= 0
-        or torch._C._are_functorch_transforms_active()
-    ):
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or in_forward_ad() or in_functorch():
         return op(*args, **kwargs)
-    with torch._C._AutoDispatchBelowAutograd():
+    with BelowAutograd():
         return op(*args, **kwargs)
 
 
@@ -84,19 +85,19 @@ def _autograd_kernel(name: str) -> Callable[..., Any]:
     redispatch = getattr(torch.ops.fp4, name).default._handle.redispatch_boxed
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-        if not asked and forward_ad._current_level < 0:  # every call under no_grad: keep this path short
-            return redispatch(keyset & _BELOW, *args, **kwargs)
+        asked = torch.is_grad_enabled() and asks_for_gradient(*args)
+        if not asked and not in_forward_ad():  # every call under no_grad: keep this path short
+            return redispatch(keyset & AFTER_AUTOGRAD, *args, **kwargs)
         if has_tangent(args):
             refuse_tangent(f"fp4::{name}", ORIGINAL)
 
         def below(*args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd():
-                return redispatch(keyset & _BELOW, *args, **kwargs)
+            with BelowAutograd():
+                return redispatch(keyset & AFTER_AUTOGRAD, *args, **kwargs)
 
         if not asked:
             return below(*args)
-        if torch._C._are_functorch_transforms_active():
+        if in_functorch():
             raise RuntimeError(
                 f"fp4::{name} has no gradient (torch.func.grad, vjp, jacrev): {INFERENCE}. Give it "
                 f"x.detach() if its result does not count for the gradient, or {ORIGINAL}."

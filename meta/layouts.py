@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .formats import A_FORMATS, FORMAT_NAMES, FORMATS, FP4_NAMES, INT4_FORMATS, Format
+from .torch_internals import without_recording
 
 
 @dataclass(frozen=True)
@@ -181,15 +182,7 @@ def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
     if scale.dtype != torch.uint8:
         return scale
     dtype = LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype
-    recording = torch._C._get_tracing_state()
-    if recording is None:
-        return scale.view(dtype)
-    # TorchScript cannot record view(dtype). While recording is off, the view becomes a constant of the trace.
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-    try:
-        return scale.view(dtype)
-    finally:
-        torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
+    return without_recording(lambda: scale.view(dtype))  # TorchScript cannot record view(dtype)
 
 
 LAYOUT_NAMES = tuple(sorted(LAYOUTS))

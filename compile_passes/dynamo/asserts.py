@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from ...meta.torch_internals import assert_async
 from . import api
 
 
@@ -40,7 +39,7 @@ def into_the_graph(tx: Any, jump: Any) -> bool:
     asserted = condition if holds_if else condition.call_method(tx, "logical_not", [], {})
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
     tx.output.create_proxy(
-        "call_function", torch._assert_async, (asserted.as_proxy(), f"the assertion failed at {place}"), {}
+        "call_function", assert_async, (asserted.as_proxy(), f"the assertion failed at {place}"), {}
     )
     tx.pop()
     if not jumps_to_raise:

@@ -6,13 +6,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ...meta.text import first_line
-from ..naming import short_path
+from ..naming import TORCH, short_path
 from .api import graph_break_reasons
 
-_TORCH = str(torch.__file__).removesuffix("__init__.py")
 _SIZE = "data-dependent expression"
 """In Dynamo's reason: Python asks for a number that only the data knows."""
 
@@ -52,7 +49,7 @@ def about_a_number(text: str) -> bool:
 
 def innermost(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
     """The last line outside of torch."""
-    own = [f for f in stack if not f.filename.startswith(_TORCH) and not f.filename.startswith("<")]
+    own = [f for f in stack if not f.filename.startswith(TORCH) and not f.filename.startswith("<")]
     return own[-1] if own else None
 
 
@@ -60,7 +57,7 @@ def inside(function: str, path: str, line: int | None, breaks: Sequence[Any]) ->
     """The break in what this line of a function calls: the cause where Dynamo names a generator or a
     comprehension, which it cannot leave half-way."""
     for b in breaks:
-        called = [f for f in b.user_stack if not f.filename.startswith(_TORCH)]
+        called = [f for f in b.user_stack if not f.filename.startswith(TORCH)]
         outer = {_key(f) for f in called[:-1]} - {_key(f) for f in called[-1:]}
         if any(f[:2] == (function, path) and line in (None, f[2]) for f in outer):
             return b

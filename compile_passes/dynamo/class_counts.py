@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...meta.torch_internals import assert_async
 from ..graph.traced_nodes import called, example
 from . import api
 
@@ -60,7 +61,7 @@ def _one_hot(tx: Any, ids: Any, classes: Any) -> Any:
     columns = api.wrap_fx_proxy(tx, more.as_proxy() + least)
     for fine, what in ((of >= 0, "non-negative"), (of < n, "smaller than num_classes")):
         message = f"one_hot: Class values must be {what}."
-        tx.output.create_proxy("call_function", torch._assert_async, (fine.all(), message), {})
+        tx.output.create_proxy("call_function", assert_async, (fine.all(), message), {})
     where = {"device": api.ConstantVariable.create(example(of.node).device)}
     every = api.TorchInGraphFunctionVariable(torch.arange).call_function(tx, [columns], where)
     rows = ids.call_method(tx, "unsqueeze", [api.ConstantVariable.create(-1)], {})

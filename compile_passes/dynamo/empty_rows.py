@@ -20,11 +20,10 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...meta.text import in_short
+from ...meta.torch_internals import TorchDispatchMode, enable_python_dispatcher, pytree, side_effects
 from ..graph.traced_nodes import along, called, example, since, some_elements, writes_to
 from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, refuse
@@ -415,7 +414,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
 
 
 # An assignment to elements is watched.
-_EFFECTS = fx.node._side_effectful_functions - {operator.setitem}
+_EFFECTS = side_effects - {operator.setitem}
 
 
 def _is_no_slice(index: Any, sizes: set[Any]) -> bool:
@@ -431,7 +430,7 @@ def _is_no_slice(index: Any, sizes: set[Any]) -> bool:
 
 
 def _data_sizes(node: fx.Node) -> set[Any]:
-    tensors = torch.utils._pytree.tree_leaves(example(node))
+    tensors = pytree.tree_leaves(example(node))
     return set().union(*(free_unbacked_symbols(t) for t in tensors))
 
 
@@ -476,7 +475,7 @@ class _Watch(TorchDispatchMode):
         """`values` came from outside."""
         if empty_mask:
             self.empty_masks.append(values)
-        for v in torch.utils._pytree.tree_leaves(values):
+        for v in pytree.tree_leaves(values):
             if isinstance(v, Tensor):
                 storage = v.untyped_storage()
                 self.outer[storage._cdata] = storage
@@ -489,13 +488,13 @@ class _Watch(TorchDispatchMode):
             refuse(Kind.RESHAPES, None, func)
         schema = func._schema
         named = {a.name: v for a, v in zip(schema.arguments, args)} | kwargs
-        at = torch.utils._pytree.tree_leaves(named.get(_WRITES_AT.get(schema.name, "")))
+        at = pytree.tree_leaves(named.get(_WRITES_AT.get(schema.name, "")))
         if any(index is mask for index in at for mask in self.empty_masks):
             return args[0]
         if not any(isinstance(index, Tensor) and _no_elements(index) for index in at):
             for argument in schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = torch.utils._pytree.tree_leaves(named.get(argument.name))
+                    written = pytree.tree_leaves(named.get(argument.name))
                     if not all(map(self._own, written)):
                         refuse(Kind.WRITES, None, func)
         return func(*args, **kwargs)

@@ -10,9 +10,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from torch import fx
-from torch._guards import TracingContext
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 
+from ...meta.torch_internals import TracingContext
 from ..graph.traced_nodes import example
 from . import (
     api,

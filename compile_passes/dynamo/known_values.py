@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...meta.torch_internals import without_modes
 from ..graph.traced_nodes import called, example, since, writes_to
 from . import api
 from .session import session
@@ -66,7 +66,7 @@ def number(v: Any) -> int | float | None:
 
 def number_of(node: fx.Node) -> Any:
     """The number that a node is, if it is known and one; also while others are fake."""
-    with _disable_current_modes():
+    with without_modes():
         known = _value(node)
         return known.item() if known is not None and known.numel() == 1 else None
 

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...meta.torch_internals import is_traceable_wrapper_subclass
 from ..report import Frame
 from ..weights.packed import packed_ids
 from ..weights.runtime import Calls, packed_since

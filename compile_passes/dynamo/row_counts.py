@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import is_concrete_int, statically_known_true
 
+from ...meta.torch_internals import pytree
 from ..graph.traced_nodes import called, example, named, same_elements, since, writes_to
 from ..operands import operand, several
 from . import api
@@ -313,7 +314,7 @@ def _ids_counted(node: fx.Node) -> fx.Node | None:
         ids = _ids_of(histogram)
     elif "dim" in summed:
         marks = same_elements(summed["input"])
-        dims = torch.utils._pytree.tree_leaves(summed["dim"])
+        dims = pytree.tree_leaves(summed["dim"])
         rank = example(summed["input"]).dim()
         if {d % rank for d in dims} == set(range(rank - 1)):
             ids = named(marks[-1], ("one_hot",), ("input", "num_classes")).get("input")

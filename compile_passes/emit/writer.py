@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ... import backends
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
+from ...meta.torch_internals import FakeTensorMode
 from ..dynamo.api import AttrSource
 from ..graph.nodes import WeightRef, aten, need_own, shape, value
 from ..index.terms import Affine, Const, Mix, Term

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torch._guards import TracingContext
+from ...meta.torch_internals import TracingContext
 
 
 def lists_given() -> dict[str, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ...meta.torch_internals import OpOverload
 from ..operands import integer, operand, several
 from ..refusal import Kind, Refusal, Refused, need
 
@@ -42,7 +43,7 @@ def is_op(node: Any, *packets: Any) -> TypeGuard[fx.Node]:
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of an operator call by their schema names, defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     schema = node.target._schema
     out = {a.name: a.default_value for a in schema.arguments}
     out.update(zip((a.name for a in schema.arguments), node.args))
@@ -186,7 +187,7 @@ _GROUPS = ("group", "group_name", "process_group", "pg")
 
 def is_collective(node: fx.Node) -> bool:
     """Whether other processes must call the operator as often as this one does."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     own = (argument.name for argument in node.target._schema.arguments)
     return node.target.namespace in _COLLECTIVES or any(name in _GROUPS for name in own)
@@ -197,7 +198,7 @@ def is_impure(node: fx.Node, random: bool = True) -> bool:
 
     `random`: whether operators that may take random numbers are impure for that.
     """
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return node.is_impure(random)
     if (node.target, random) not in _IMPURE:
         _IMPURE[node.target, random] = node.is_impure(random)

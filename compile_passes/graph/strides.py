@@ -19,6 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ...meta.torch_internals import HigherOrderOperator, OpOverload
 from ..operands import operand
 from .nodes import aten, is_tensor, value
 
@@ -120,10 +121,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _needs_layouts(target: Any) -> bool:
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         name = target._schema.name.split("::")[1]
         return target.namespace not in _ANY_LAYOUT or name in _NEED_LAYOUTS
-    return isinstance(target, torch._ops.HigherOrderOperator)
+    return isinstance(target, HigherOrderOperator)
 
 
 def _was_contiguous(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from ...meta.torch_internals import OpOverload, pytree
 from ..operands import integer
 
 
@@ -99,7 +100,7 @@ def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
     if not isinstance(x, Tensor) or not isinstance(now, Tensor):
         return None
     if name == "permute":
-        dims = torch.utils._pytree.tree_leaves(node.args[1:])
+        dims = pytree.tree_leaves(node.args[1:])
         return (before, dims[dim] % x.dim()) if len(dims) == x.dim() and not node.kwargs else None
     if name in ("transpose", "swapaxes") and len(node.args) == 3:
         swapped = [integer(node, i) % x.dim() for i in (1, 2)]
@@ -131,11 +132,11 @@ def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
 
     def writes(node: fx.Node) -> bool:
         to = [node.kwargs.get("out")]
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             to += [*node.args, *node.kwargs.values()]
         elif _IN_PLACE.fullmatch(called(node)):
             to += [node.args[0] if node.args else None]
-        found = [example(n) for n in torch.utils._pytree.tree_leaves(to) if isinstance(n, fx.Node)]
+        found = [example(n) for n in pytree.tree_leaves(to) if isinstance(n, fx.Node)]
         return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
 
     return any(map(writes, nodes))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...meta.torch_internals import OpOverload
 from ..graph.nodes import (
     FLOATING,
     arguments,
@@ -225,9 +226,7 @@ class Indexing(SortedRows):
         producer, index = found
         if is_op(producer, aten.sort):
             return self._sorted(producer, index)
-        if not isinstance(
-            producer.target, torch._ops.OpOverload
-        ):  # a graph of its own: cond, while_loop, scan
+        if not isinstance(producer.target, OpOverload):  # a graph of its own: cond, while_loop, scan
             raise Opaque
         a = arguments(producer)
         whole: Any = a.get("self")

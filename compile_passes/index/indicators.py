@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, TypeGuard
 
-import torch
 from torch import fx
 
+from ...meta.torch_internals import OpOverload
 from ..graph.nodes import aten
 from .axes import Opaque
 from .terms import AnyOf, Apply, Mul, Sum, Term, flatten
@@ -15,7 +15,7 @@ INDICATOR = (aten.eq, aten.ne, aten.ge, aten.gt, aten.le, aten.lt)
 
 
 def indicator(node: fx.Node, a: Term, b: Term) -> Apply:
-    assert isinstance(node.target, torch._ops.OpOverload)
+    assert isinstance(node.target, OpOverload)
     return Apply(node.target.overloadpacket, (a, b))
 
 

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...meta.torch_internals import FakeTensorMode, TorchDispatchMode
 from ..graph.nodes import arguments, aten, is_op, is_tensor, same_shape, shape, static_int, strip, value
 from ..operands import integer, operand
 from .masks import CAUSAL, TRUE, Masks

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...meta.formats import FORMATS
+from ...meta.torch_internals import FakeTensorMode
 from ..graph.nodes import FLOATING, Canon, arguments, aten, is_op, is_pure, is_tensor, shape, value
 from ..index.axes import Opaque, Renamed, same
 from ..index.reader import Reader

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...meta.torch_internals import einsum_in_order
 from ..graph.traced_nodes import called, example, since, writes_to
 from ..refusal import Kind, Refusal
 
@@ -42,7 +43,7 @@ def needs_a_number(node: fx.Node) -> Refusal:
 def _from_left_to_right(*args: Any) -> torch.Tensor:
     if not isinstance(args[0], str) or len(args) < 3:  # dimensions as numbers, or operands in a list
         return torch.functional.einsum(*args)
-    return torch._VF.einsum(args[0], args[1:])  # type: ignore[attr-defined, no-any-return]
+    return einsum_in_order(args[0], args[1:])
 
 
 def _is_one(x: Any) -> bool:

@@ -14,20 +14,21 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext, detect_fake_mode
-from torch._subclasses.fake_tensor import (
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
+
+from ...meta.dtensors import split_over_processes
+from ...meta.torch_internals import (
     DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
+    FunctionalTensor,
+    TracingContext,
+    detect_fake_mode,
     disable_fake_tensor_cache,
+    enable_python_dispatcher,
+    pytree,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import PropagateUnbackedSymInts
-from torch.utils import _pytree as pytree
-
-from ...meta.dtensors import split_over_processes
 from ..naming import source_name
 from ..refusal import Kind, Refused, refuse
 from ..weights.prequantized import Prequantized, is_subclass, prequantized, stand_in

@@ -17,13 +17,20 @@ from typing import Any
 import sympy
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, rebind_unbacked
-from torch.utils import _pytree as pytree
-from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from ...meta.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    SymT,
+    enter_autocast,
+    exit_autocast,
+    make_graph_module,
+    pytree,
+    set_grad_enabled,
+    symbol_is_type,
+)
 from ..graph.nodes import arguments
 from ..graph.traced_nodes import example
 from ..operands import integer
@@ -33,11 +40,7 @@ from .functional import current, functional_tensors, inline_constants, is_reshap
 aten = torch.ops.aten
 
 _SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_enter_autocast, _exit_autocast = (
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-)
-_CONTEXTS = (torch._C._set_grad_enabled, _enter_autocast, _exit_autocast)
+_CONTEXTS = (set_grad_enabled, enter_autocast, exit_autocast)
 """Calls that change how later ones run, and are in no aten graph."""
 _ON_SCALARS = (aten.sym_size.int, aten._assert_scalar.default)
 _FORGETFUL = ("as_strided", "as_strided_", "set_", "resize_", "resize_as_", "untyped_storage")
@@ -148,7 +151,7 @@ class Copier:
                     self._held[node] = self._result(node)
                 self._share(node)
         # Under Dynamo one that writes its code when that is read, not after each of Inductor's passes.
-        return _make_graph_module(torch.nn.Module(), self.graph)
+        return make_graph_module(torch.nn.Module(), self.graph)
 
     @contextlib.contextmanager
     def _end_autocasts(self) -> Iterator[None]:
@@ -157,7 +160,7 @@ class Copier:
             yield
         finally:
             for region in reversed(self._autocasts):
-                _exit_autocast(region)
+                exit_autocast(region)
 
     def _placeholder(self, fake: Any) -> fx.Node:
         node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
@@ -203,7 +206,7 @@ class Copier:
             parts = self._held.get(node.args[0])
             if isinstance(parts, (tuple, list)):
                 return parts[integer(node, 1)]
-        if node.target is torch._C._nn.scaled_dot_product_attention and (new := self._attention(node)):
+        if node.target is torch.nn.functional.scaled_dot_product_attention and (new := self._attention(node)):
             return new
         if node.target in _ON_SCALARS or (
             _is_python(node) and not any(map(_is_tensor, node.all_input_nodes))
@@ -220,9 +223,9 @@ class Copier:
     def _context(self, node: fx.Node) -> Any:
         args = fx.node.map_arg(node.args, lambda n: self._held[n])
         region = node.target(*args)  # type: ignore[operator]
-        if node.target is _enter_autocast:
+        if node.target is enter_autocast:
             self._autocasts.append(region)
-        elif node.target is _exit_autocast:
+        elif node.target is exit_autocast:
             self._autocasts.remove(args[0])
         return region
 

@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from ...meta.torch_internals import (
+    FakeTensor,
+    FunctionalTensor,
+    FunctionalTensorMode,
+    functional_value,
+    has_new_shape,
+    has_new_values,
+    without_functionalization,
+)
 from ..refusal import Kind, refuse
 
 aten = torch.ops.aten
@@ -24,8 +31,7 @@ aten = torch.ops.aten
 @contextlib.contextmanager
 def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
     """The inputs, tensors as functional ones: operators on these leave no writes in a trace."""
-    keep_out = torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize))
-    with keep_out, FunctionalTensorMode():
+    with without_functionalization(), FunctionalTensorMode():
         with disable_proxy_modes_tracing():
             wrapped = [
                 FunctionalTensor.to_functional(a) if isinstance(a, torch.Tensor) else a for a in inputs
@@ -35,23 +41,16 @@ def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
 
 def current(t: Any) -> Any:
     """Return the current value of a functional tensor."""
-    if not isinstance(t, FunctionalTensor):
-        return t
-    torch._sync(t)
-    return torch._from_functional_tensor(t.elem)
+    return functional_value(t) if isinstance(t, FunctionalTensor) else t
 
 
 def is_written(t: Any) -> bool:
-    if not isinstance(t, FunctionalTensor):
-        return False
-    torch._sync(t)
-    written: bool = torch._functionalize_has_data_mutation(t.elem)  # type: ignore[attr-defined]
-    return written
+    return isinstance(t, FunctionalTensor) and has_new_values(t)
 
 
 def is_reshaped(t: Any) -> bool:
     """Whether the shape or strides of an input were changed in place."""
-    return isinstance(t, FunctionalTensor) and torch._functionalize_has_metadata_mutation(t.elem)
+    return isinstance(t, FunctionalTensor) and has_new_shape(t)
 
 
 def storage(t: torch.Tensor) -> int:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .local_parts import copied, is_precompiling
+from ...meta.torch_internals import is_precompiling
+from .local_parts import copied
 
 
 def as_inputs(

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext
 
 from ...meta.dtensors import split_over_processes
+from ...meta.torch_internals import TracingContext, is_precompiling
 from .sharded import gathered
 
 
@@ -48,11 +48,6 @@ def see_through(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModu
             gm.graph.erase_node(use)
     gm.recompile()
     return gm, given, parts
-
-
-def is_precompiling() -> bool:
-    """Whether what torch compiles now is to be saved, and loaded in another process."""
-    return bool(getattr(torch._functorch.config, "bundled_autograd_cache", False))
 
 
 def copied(graph: fx.Graph) -> fx.Graph:

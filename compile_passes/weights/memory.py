@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...meta.torch_internals import is_traceable_wrapper_subclass
 from ...tensor import FP4Tensor
 
 

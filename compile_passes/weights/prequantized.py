@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...meta.formats import FORMATS
 from ...meta.layouts import LAYOUTS, packed_spec
+from ...meta.torch_internals import is_traceable_wrapper_subclass
 from ...relayout import relayout
 from ...tensor import FP4Tensor
 from ..refusal import Kind, need

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...meta import gradients
+from ...meta.torch_internals import BelowAutograd, is_traceable_wrapper_subclass
 from ...samples import Comparison, Samples
 from .memory import NO_MEMORY, has_memory, leaves_of, states_of, watch
 from .packed import Entry, NoticedWrites, forget_packed, store
@@ -56,7 +56,6 @@ def runtime(
     refuses gradients is Python and costs each operator call 8 us.
     """
     kept, lookup = _getter(keep), _Lookup(swaps)
-    below_autograd = torch._C._AutoDispatchBelowAutograd
 
     @torch.inference_mode()
     def take_back(args: Sequence[Any]) -> None:
@@ -68,13 +67,13 @@ def runtime(
         if gradients.has_tangent(args):
             gradients.refuse_tangent('a model compiled with backend="fp4"', "call the model uncompiled")
         packed, unsure = lookup.get(args, undo is not None)
-        with below_autograd():
+        with BelowAutograd():
             out = compiled(*kept(args), *packed)
         if unsure is not None and unsure.differ():
             del out
             take_back(args)
             packed = unsure.again()
-            with below_autograd():
+            with BelowAutograd():
                 out = compiled(*kept(args), *packed)
         return out
 

@@ -30,10 +30,10 @@ def _unsharded() -> Iterable[nn.Parameter]:
     """Yield the gathered parameters of all modules under `fully_shard` that run now."""
     if "torch.distributed.fsdp" not in sys.modules:
         return
-    from torch.distributed._composable_state import _get_module_state, _module_state_mapping
+    from ...meta.torch_internals import composable_state
 
-    for module in list(_module_state_mapping):
-        state: Any = _get_module_state(module)
+    for module in list(composable_state._module_state_mapping):
+        state: Any = composable_state._get_module_state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # older torch
             groups = [getattr(state, "_fsdp_param_group", None)]

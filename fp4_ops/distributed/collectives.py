@@ -47,10 +47,10 @@ class Group:
 
         if not is_available():
             raise RuntimeError(f"{what}: this torch was built without torch.distributed")
-        from torch.distributed.distributed_c10d import _resolve_process_group
+        from ..meta.torch_internals import resolve_process_group
 
         try:
-            return cls(what, _resolve_process_group(name))  # type: ignore[arg-type]
+            return cls(what, resolve_process_group(name))  # type: ignore[arg-type]
         except (RuntimeError, ValueError, KeyError):
             raise RuntimeError(
                 f"{what}: group_name is '{name}', and this process is in no such group. Pass "

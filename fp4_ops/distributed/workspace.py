@@ -351,7 +351,7 @@ def _agreed(group: Group, device: torch.device, reason: str) -> str:
 
 
 def _rendezvous(group: Group, device: torch.device, row_bytes: int, max_tokens: int) -> Workspace:
-    import torch.distributed._symmetric_memory as symmetric
+    from ..meta.torch_internals import symmetric_memory as symmetric
 
     layout = Layout(group.size, max_tokens, row_bytes)
     with torch.inference_mode(False), torch.no_grad(), _without_multicast():

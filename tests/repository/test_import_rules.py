@@ -46,7 +46,7 @@ ROOMS = {
 }
 """Rooms of compile_passes that each room may import."""
 API = "dynamo.api"
-"""A file of dynamo/ that counts as a room of its own: it alone imports torch._dynamo."""
+"""A file of dynamo/ that counts as a room of its own: it alone has the parts of torch._dynamo."""
 
 PACKAGES = {"meta": set(), "fp4_ops": {"meta"}, "compile_passes": {"meta", "fp4_ops"}}
 ENTRIES = {
@@ -138,15 +138,53 @@ def test_rooms_of_the_compile_passes(room):
     assert used == ROOMS[room]  # a rule that nothing needs goes
 
 
-@pytest.mark.parametrize("path", sorted(PASSES.rglob("*.py")), ids=lambda p: str(p.relative_to(PASSES)))
-def test_one_file_imports_dynamo(path):
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = [a.name for a in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-        module = getattr(node, "module", None) or ""
-        imported = "torch._dynamo" in module or any("torch._dynamo" in name for name in names)
-        read = isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch._dynamo")
-        private = module == "torch" and "_dynamo" in names
-        assert not (imported or read or private) or path == PASSES / "dynamo/api.py", ast.unparse(node)
+ADAPTERS = {ROOT / "compile_passes/dynamo/api.py", ROOT / "meta/torch_internals.py"}
+"""Files that name private parts of torch, each for all others."""
+DOCUMENTED = {"_check"}
+"""Names that torch documents, although they begin with an underscore."""
+
+
+def private_of(tree: ast.AST) -> set[str]:
+    """The private names of torch that a file imports or reads, as dotted names."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found |= {f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+    return {name for name in found if name.startswith("torch.") and any(map(_is_private, name.split(".")))}
+
+
+def _is_private(name: str) -> bool:
+    own_namespace = name == "_c10d_functional"  # of operators, below torch.ops
+    return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED and not own_namespace
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_two_files_name_private_torch(package):
+    """compile_passes/dynamo/api.py has what is Dynamo's, meta/torch_internals.py the rest."""
+    for path in (ROOT / package).rglob("*.py"):
+        found = private_of(ast.parse(path.read_text()))
+        assert path in ADAPTERS or not found, f"{path.relative_to(ROOT)} names {found}"
+    assert all(private_of(ast.parse(path.read_text())) for path in ADAPTERS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import torch._dynamo", "from torch import _dynamo", "from torch._guards import TracingContext"),
+        *("torch._ops.OpOverload", "torch.utils._pytree.tree_leaves(x)", "import torch.distributed._tensor"),
+    ],
+)
+def test_what_is_private(line):
+    assert private_of(ast.parse(line))
+
+
+@pytest.mark.parametrize("line", ["torch._check(x)", "torch.__version__", "from torch.utils import dlpack"])
+def test_what_is_public(line):
+    assert not private_of(ast.parse(line))
 
 
 HOME = ROOT / "fp4_ops"

@@ -9,9 +9,9 @@ import logging
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import first_use, native
+from ...meta.torch_internals import without_modes
 from ...oracle import relative_error
 
 BOUND = 4e-3
@@ -52,7 +52,7 @@ def linears_kernel(device_index: int) -> bool:
     """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
     properties = torch.cuda.get_device_properties(device_index)
     device = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
-    with torch.cuda.device(device_index), _disable_current_modes():
+    with torch.cuda.device(device_index), without_modes():
         return first_use.agrees(
             "the kernel of fp4::linears", device, native.build(native.HOPPER), linears_error, BOUND, "torch"
         )

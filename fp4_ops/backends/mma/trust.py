@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ... import first_use, native, oracle
 from ...meta.formats import FP4_FORMATS
+from ...meta.torch_internals import without_modes
 
 LAYOUT = "mma_bf16"
 BOUND = 4e-3
@@ -62,7 +62,7 @@ def mma_kernels(device_index: int) -> bool:
     """
     properties = torch.cuda.get_device_properties(device_index)
     device = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
-    with torch.cuda.device(device_index), _disable_current_modes():
+    with torch.cuda.device(device_index), without_modes():
         return all(
             first_use.agrees(
                 f"the {kernel} kernel of layout '{LAYOUT}'", device, _build(),

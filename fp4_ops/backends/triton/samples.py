@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...meta.torch_internals import current_raw_stream
 from ...runs import RUN, Runs, library
 
 RUNS_A_PROGRAM = 32
@@ -176,7 +177,7 @@ _making = threading.Lock()
 
 def begin(samples: Runs) -> Begun:
     """Starts a comparison in the current stream of the samples' device."""
-    stream = torch._C._cuda_getCurrentRawStream(samples.device.index)
+    stream = current_raw_stream(samples.device.index)
     watch = samples.watches.get(stream)
     if watch is None:
         with _making, torch.cuda.device(samples.device):

@@ -1,0 +1,168 @@
+"""The private parts of torch that this package uses. No other file names them; dynamo/api.py has Dynamo's.
+
+torch 2.11 to 2.15 have all of them, and have no public name for any. A name of `_LATE` is imported when it is
+first used: importing Inductor or torch.distributed takes seconds.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import TracingContext, detect_fake_mode
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder
+from torch._library.simple_registry import singleton as dispatch_rules
+from torch._logging import _internal as logging_internals
+from torch._logging import trace_structured
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+)
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import forward_ad
+from torch.fx._lazy_graph_module import _make_graph_module as make_graph_module
+from torch.fx.node import _side_effectful_functions
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils._python_dispatch import _disable_current_modes as without_modes
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+if TYPE_CHECKING:
+    import torch.distributed._composable_state as composable_state
+    import torch.distributed._symmetric_memory as symmetric_memory
+    from torch._inductor import config as inductor_config
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.cudagraph_trees import reset_cudagraph_trees
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+
+__all__ = [
+    "CustomGraphPass", "DataDependentOutputException", "FakeTensor", "FakeTensorMode",
+    "FunctionalTensor", "FunctionalTensorMode", "GenericTorchDispatchRuleHolder", "HigherOrderOperator",
+    "OpOverload", "OpOverloadPacket", "SymT", "TorchDispatchMode", "TracingContext", "compile_fx",
+    "composable_state", "detect_fake_mode", "disable_fake_tensor_cache", "dispatch_rules",
+    "enable_python_dispatcher", "inductor_config", "is_traceable_wrapper_subclass", "list_mode_options",
+    "logging_internals", "make_graph_module", "pytree", "reset_cudagraph_trees",
+    "resolve_process_group", "symbol_is_type", "symmetric_memory", "trace_structured", "without_modes",
+]  # fmt: skip
+
+_LATE = {
+    "CustomGraphPass": ("_inductor.custom_graph_pass", "CustomGraphPass"),
+    "compile_fx": ("_inductor.compile_fx", "compile_fx"),
+    "composable_state": ("distributed._composable_state", None),
+    "inductor_config": ("_inductor.config", None),
+    "list_mode_options": ("_inductor", "list_mode_options"),
+    "reset_cudagraph_trees": ("_inductor.cudagraph_trees", "reset_cudagraph_trees"),
+    "resolve_process_group": ("distributed.distributed_c10d", "_resolve_process_group"),
+    "symmetric_memory": ("distributed._symmetric_memory", None),
+}
+"""Names, each with its module of torch and its name there. None: the module itself."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    place, own = _LATE[name]
+    module = importlib.import_module(f"torch.{place}")
+    return module if own is None else getattr(module, own)
+
+
+# --- the dispatcher: an operator's Python kernel costs most of a small call's time, so it is passed by ---
+
+BelowAutograd = torch._C._AutoDispatchBelowAutograd
+AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+no_torch_function = torch._C._disabled_torch_function_impl
+"""A tensor subclass with this runs no Python for the functions of torch."""
+make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+asks_for_gradient = torch._C._any_requires_grad
+in_functorch = torch._C._are_functorch_transforms_active
+
+
+def in_forward_ad() -> bool:
+    """Whether a level of forward-mode differentiation is entered."""
+    return forward_ad._current_level >= 0
+
+
+def current_raw_stream(device: int) -> int:
+    """Return the number of the current CUDA stream, without an object for it."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+# --- functional tensors: torch.func.functionalize cannot trace symbolic sizes ---
+
+
+def without_functionalization() -> AbstractContextManager[object]:
+    """Keep C++'s functionalisation out while FunctionalTensorMode does its work."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+    return torch._C._ExcludeDispatchKeyGuard(keys)
+
+
+def functional_value(t: FunctionalTensor) -> torch.Tensor:
+    """Return the current value of a functional tensor."""
+    torch._sync(t)
+    return torch._from_functional_tensor(t.elem)
+
+
+def has_new_values(t: FunctionalTensor) -> bool:
+    torch._sync(t)
+    return bool(torch._functionalize_has_data_mutation(t.elem))  # type: ignore[attr-defined]
+
+
+def has_new_shape(t: FunctionalTensor) -> bool:
+    return torch._functionalize_has_metadata_mutation(t.elem)
+
+
+# --- TorchScript: it has no public switch for one step of a trace ---
+
+
+def without_recording(step: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return step(), a constant in the trace that TorchScript may be recording."""
+    recording = torch._C._get_tracing_state()
+    if recording is None:
+        return step()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        return step()
+    finally:
+        torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
+
+
+# --- functions that stand in Dynamo's graphs ---
+
+assert_async = torch._assert_async
+enter_autocast = torch.amp.autocast_mode._enter_autocast
+exit_autocast = torch.amp.autocast_mode._exit_autocast
+set_grad_enabled = torch._C._set_grad_enabled
+side_effects = frozenset(_side_effectful_functions)
+
+
+def einsum_in_order(equation: str, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Return torch.einsum's result from left to right: without the order that opt_einsum finds."""
+    return cast(torch.Tensor, torch._VF.einsum(equation, operands))  # type: ignore[attr-defined]
+
+
+# --- what torch is doing ---
+
+
+def is_precompiling() -> bool:
+    """Whether what torch compiles now is to be saved, and loaded in another process."""
+    config: Any = importlib.import_module("torch._functorch.config")
+    return bool(getattr(config, "bundled_autograd_cache", False))
+
+
+def graphs_compiled() -> int:
+    """Return how many graphs Dynamo has given to a backend in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
