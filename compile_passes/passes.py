@@ -21,8 +21,7 @@ from .emit.products import write_product
 from .emit.writer import Writer, kernel
 from .emit.written_slices import read_past_writes
 from .graph.dead_code import erase_unused, sweep
-from .graph.nodes import FLOATING, Canon, Weights, aten, is_op, unswap, value, why_not_own, written_to
-from .graph.products import Product, find_products
+from .graph.nodes import FLOATING, Canon, aten, is_op, unswap, value
 from .graph.strides import allow_any_strides
 from .index.reader import Reader
 from .index.terms import interning
@@ -34,6 +33,7 @@ from .options import Options
 from .pass_log import Pass, PassLog
 from .recognise.evidence import Evidence, router, side_by_side, unrouted
 from .recognise.mixture import Mixture
+from .recognise.products import Product, find_products
 from .recognise.search import Search
 from .recognise.sizes import need_wide, need_wide_weight
 from .recognise.written_decoding import decode_to_operator
@@ -41,8 +41,8 @@ from .refusal import Kind, Refusal, Refused, refuse
 from .report import Site, each_told_once, left_alone
 from .step.linears import write_linears
 from .trace.capture import mutated_inputs
-from .weights.decoded import find_decoded
-from .weights.prequantized import is_prequantized
+from .weights.decoded import note_decoded
+from .weights.facts import Facts, written_to
 from .weights.runtime import Swap
 
 fp4 = torch.ops.fp4
@@ -65,8 +65,7 @@ class _State:
     """State that the passes of a graph hand on."""
 
     gm: fx.GraphModule
-    fixed: set[fx.Node]
-    """Inputs that are parameters or buffers."""
+    facts: Facts
     options: Options
     fake_mode: FakeTensorMode
     writer: Writer
@@ -92,19 +91,17 @@ class _State:
 
 def rewrite(
     gm: fx.GraphModule,
-    fixed: set[fx.Node],
+    facts: Facts,
     options: Options,
     fake_mode: FakeTensorMode,
     passes: PassLog | None = None,
 ) -> tuple[Rewritten | None, list[Site], list[Site]]:
-    """Rewrite `gm` in place; (None, sites, unrouted) if nothing was. `fixed`: inputs that are parameters or
-    buffers. `unrouted`: products that experts could have, in which nothing shows that these are experts.
+    """Rewrite `gm` in place; (None, sites, unrouted) if nothing was. `unrouted`: products that experts could
+    have, in which nothing shows that these are experts.
 
     Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
-    Weights with `meta["each"]`, which says why, are rewritten in each product by itself, and those with
-    `meta["read_twice"]` left alone.
     """
-    state = _State(gm, fixed, options, fake_mode, Writer(gm, options))
+    state = _State(gm, facts, options, fake_mode, Writer(gm, options, facts))
     with interning():
         (passes or PassLog("graph")).run(PASSES, state, gm.graph)
     sites = [left_alone(s) if isinstance(s, Refusal) else s for s in state.sites]
@@ -114,17 +111,17 @@ def rewrite(
 def _read_past_writes(s: _State) -> None:
     read_past_writes(s.gm.graph)
     erase_unused(s.gm.graph)
-    s.writer.mutated = mutated_inputs(s.gm.graph)
+    s.facts.mutated = mutated_inputs(s.gm.graph)
 
 
 def _decode(s: _State) -> None:
     """Codes that the model decodes by itself are weights, too."""
-    decode_to_operator(s.gm.graph, s.fixed - s.writer.mutated, s.fake_mode)
+    decode_to_operator(s.gm.graph, s.facts, s.fake_mode)
 
 
 def _find(s: _State) -> None:
-    s.fixed = s.fixed | find_decoded(s.gm.graph, s.fixed, s.writer.mutated)
-    s.found = list(find_products(s.gm.graph, Weights(s.gm.graph, s.fixed, s.writer.mutated)))
+    note_decoded(s.gm.graph, s.facts)
+    s.found = list(find_products(s.gm.graph, s.facts))
     s.products = {p.node: p for p in s.found if isinstance(p, Product)}
 
 
@@ -132,9 +129,9 @@ def _mixtures(s: _State) -> None:
     """Mixtures of experts, in whatever way they are written. `s.products` come later, each alone."""
     graph, writer, others = s.gm.graph, s.writer, set(s.writer.slots)
     taken: set[fx.Node] = set()
-    reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.fixed))
-    s.written = written_before(graph, s.fixed & s.writer.mutated)
-    s.evidence = Evidence(graph, reader, s.fixed)
+    reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.facts.fixed))
+    s.written = written_before(graph, s.facts.fixed & s.facts.mutated)
+    s.evidence = Evidence(graph, reader, s.facts)
     s.search = search = Search(graph, reader, s.written)
     blocks = list(search.run())
     dense = _without_router(s, blocks)  # before anything is rewritten
@@ -145,10 +142,10 @@ def _mixtures(s: _State) -> None:
         try:
             if isinstance(found, Refusal):
                 raise Refused(found)
-            need_wide((p for b in (found.common,) for p in (*b.up, b.down)), found.root)
+            need_wide((p for b in (found.common,) for p in (*b.up, b.down)), found.root, s.facts)
             own = found.weights
             weights = [n for n in writer.inputs if n in own]
-            why = next((n.meta["each"] for n in weights if "each" in n.meta), None)
+            why = next((s.facts.each_alone[n] for n in weights if n in s.facts.each_alone), None)
             if why is not None:
                 s.sites += EveryUse(writer, found, reader).run(why, taken)
             else:
@@ -156,9 +153,9 @@ def _mixtures(s: _State) -> None:
         except Refused as stop:
             s.refused.append((downs, stop.refusal))
             if isinstance(found, Mixture):
-                _stay_together(found, s.writer.mutated)
+                _stay_together(found, s.facts)
     sweep(graph)
-    packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not is_prequantized(n)}
+    packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not s.facts.in_4_bits(n)}
     writer.check_uses(packed, set(s.products))
 
 
@@ -229,7 +226,7 @@ def _products(s: _State) -> None:
             s.unrouted[product.node] = refused
             continue
         try:
-            need_wide_weight(product.weight.placeholder, product.weight, product.node)
+            need_wide_weight(product.weight.placeholder, product.weight, product.node, s.facts)
         except Refused as stop:
             s.sites.append(stop.refusal)
             continue
@@ -257,7 +254,7 @@ def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
     for node in refused:
         if node in s.unrouted or not is_op(node, aten.bmm):
             continue
-        weights = [w for n in node.all_input_nodes if (w := unswap(n)[0]) in s.fixed]
+        weights = [w for n in node.all_input_nodes if (w := unswap(n)[0]) in s.facts.fixed]
         if weights and not any(map(s.evidence.named, weights)):
             s.unrouted[node] = unrouted(weights[0], node)
 
@@ -289,13 +286,13 @@ def _sums(s: _State) -> None:
 
 
 def _step_linears(s: _State) -> None:
-    s.also += write_linears(s.gm.graph, s.fixed - s.writer.mutated)
+    s.also += write_linears(s.gm.graph, s.facts.fixed - s.facts.mutated)
 
 
 def _inputs(s: _State) -> None:
     """Packed weights are new inputs, and inputs that nothing reads any more go."""
     sweep(s.gm.graph)
-    _no_stand_in_is_left(s.gm.graph, s.sites)
+    _no_stand_in_is_left(s)
     s.writer.check_uses()
     s.rewritten = Rewritten(s.gm, *s.writer.finish(s.fake_mode), s.also)
 
@@ -317,7 +314,7 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass(
         "linear_layers",
         _linears,
-        when=lambda s: bool(s.options.outside) or any(map(is_prequantized, s.fixed)),
+        when=lambda s: bool(s.options.outside) or not s.facts.fixed.isdisjoint(s.facts.stored),
     ),
     Pass("single_products", _products),
     Pass("topk", _topk, when=_has_operators),
@@ -330,29 +327,29 @@ PASSES: tuple[Pass[_State], ...] = (
 """All that happens to a captured graph, in order."""
 
 
-def _stay_together(block: Mixture, mutated: set[fx.Node]) -> None:
+def _stay_together(block: Mixture, facts: Facts) -> None:
     """All weights of a block stay if one must."""
     weights = block.weights
-    why = next((r for n in weights if (r := why_not_own(n, mutated, block.root)) is not None), None)
+    why = next((r for n in weights if (r := facts.why_not_own(n, block.root)) is not None), None)
     if why is not None:
         for node in weights:
-            node.meta.setdefault("stays", why)
+            facts.stays.setdefault(node, why)
 
 
 def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
     return node in fixed and value(node).dtype in FLOATING
 
 
-def _no_stand_in_is_left(graph: fx.Graph, sites: list[Site | Refusal]) -> None:
+def _no_stand_in_is_left(s: _State) -> None:
     """Checks that no stand-in for a tensor subclass is left.
 
     It holds no values, so operators must take all its uses.
     """
-    for node in graph.find_nodes(op="placeholder"):
-        for user in node.users if is_prequantized(node) else ():
-            why = next((s for s in sites if isinstance(s, Refusal)), None)
+    for node, stored in s.facts.stored.items():
+        for user in node.users if node.op == "placeholder" else ():
+            why = next((site for site in s.sites if isinstance(site, Refusal)), None)
             why = Refusal(Kind.READ_BY_OTHER, user, (user,)) if why is None else why
-            refuse(Kind.PRODUCT_NOT_FOUND, user, node, node.meta["prequantized"].kind, why)
+            refuse(Kind.PRODUCT_NOT_FOUND, user, node, stored.way.kind, why)
 
 
 def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:

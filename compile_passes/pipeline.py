@@ -30,6 +30,7 @@ from .refusal import Kind, Refusal, Refused
 from .report import Frame, Site
 from .trace.capture import capture
 from .weights.attributes import as_inputs, with_held
+from .weights.facts import Facts
 from .weights.local_parts import given_parts, see_through
 from .weights.prequantized import is_subclass
 from .weights.runtime import Swap, Undo, runtime
@@ -88,23 +89,22 @@ def _rewritten(
 ) -> tuple[Rewritten | None, list[Site], list[Site]]:
     """`each`: inputs whose products are rewritten one by one, and why; `stay`: those that are left alone."""
     with passes.timed("capture", gm.graph) as made:
-        traced, fake_mode = capture(gm, inputs)
+        traced, fake_mode, stored = capture(gm, inputs)
         made.append(traced.graph)
-    fixed = {n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}
+    facts = Facts({n for n, x in _pairs(traced, inputs) if _is_fixed(n, x)}, stored=stored)
     from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
-    for node, x in _pairs(traced, inputs):
-        if id(x) in from_shards or (node in fixed and is_flat(getattr(node, "_dynamo_source", None))):
-            library = from_shards.get(id(x), "FSDP")
-            node.meta["gathered"] = library
-        if node in fixed and x.numel() <= TABLE:
-            node.meta["constant"] = x.detach()
-    for i, (node, _) in enumerate(_pairs(traced, inputs)):
+    for i, (node, x) in enumerate(_pairs(traced, inputs)):
+        fixed = node in facts.fixed
+        if id(x) in from_shards or (fixed and is_flat(getattr(node, "_dynamo_source", None))):
+            facts.gathered[node] = from_shards.get(id(x), "FSDP")
+        if fixed and x.numel() <= TABLE:
+            facts.constants[node] = x.detach()
         if i in stay:
-            node.meta["read_twice"] = stay[i]
+            facts.stays[node] = stay[i]
         elif i in each:
-            node.meta["each"] = each[i]
+            facts.each_alone[node] = each[i]
     try:
-        return rewrite(traced, fixed, options, fake_mode, passes)
+        return rewrite(traced, facts, options, fake_mode, passes)
     except ReadTwice as found:
         if not found.why.keys() - stay.keys():
             raise

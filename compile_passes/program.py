@@ -19,6 +19,7 @@ from .pass_log import PassLog
 from .passes import rewrite as rewrite_graph
 from .report import Frame
 from .trace.capture import capture, mutated_inputs
+from .weights.facts import Facts
 
 _CONSTANT = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -61,7 +62,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     report = Frame("exported program")
     passes = PassLog(report.name, report.passes)
     with passes.timed("capture", source.graph) as made:
-        gm, fake_mode = capture(source, fakes)
+        gm, fake_mode, stored = capture(source, fakes)
         made.append(gm.graph)
     if mutated_inputs(gm.graph) or any(s.kind is not OutputKind.USER_OUTPUT for s in _outputs(program)):
         raise ValueError(f"fp4: the program writes to its buffers or inputs. Change: {advice.PURE}")
@@ -70,8 +71,8 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
         for spec in program.graph_signature.input_specs
     ]
     placeholders = gm.graph.find_nodes(op="placeholder")
-    fixed = {n for n, v in zip(placeholders, values, strict=True) if v is not None}
-    rewritten, report.sites, report.unrouted = rewrite_graph(gm, fixed, chosen, fake_mode, passes)
+    facts = Facts({n for n, v in zip(placeholders, values, strict=True) if v is not None}, stored=stored)
+    rewritten, report.sites, report.unrouted = rewrite_graph(gm, facts, chosen, fake_mode, passes)
     if rewritten is None:
         raise ValueError(f"fp4: nothing was rewritten: {_reasons(report)}")
     report.also = rewritten.also

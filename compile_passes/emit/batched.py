@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ...meta.layouts import preferred_layout
-from ..graph.nodes import PRODUCTS, aten, is_op, shape, static_int, value, written_to
+from ..graph.nodes import PRODUCTS, aten, is_op, shape, static_int, value
 from ..index.reader import Reader
 from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
 from ..naming import input_name
@@ -26,6 +26,7 @@ from ..recognise.mixture import Matcher, Matrix
 from ..recognise.sizes import need_wide
 from ..refusal import Kind, Refusal, Refused, need
 from ..report import Load, Site, hint
+from ..weights.facts import written_to
 from .writer import Activations, Packed, Writer
 
 ATTENTION = re.compile(r"attn|attention")
@@ -81,7 +82,7 @@ def batched_products(
     made_of: dict[fx.Node, list[fx.Node]] = {}
     for b in found:
         try:
-            need_wide(b.experts[0], b.node)
+            need_wide(b.experts[0], b.node, writer.facts)
             packed[b.node] = writer.pack(b.experts, _layout(b), b.node)
             if not b.shared:
                 made_of[b.node] = _before(b, graph, reader, matcher, nodes)

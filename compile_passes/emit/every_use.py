@@ -18,7 +18,6 @@ from ..index.reader import Reader
 from ..recognise.mixture import Matrix, Mixture
 from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint
-from ..weights.prequantized import is_prequantized
 from .batched import multiplied, put_back, read_batched
 from .linears import factors, read_matrix
 from .writer import Packed, Writer, place
@@ -49,7 +48,7 @@ class EveryUse:
         parts = [list(m.parts(lambda b: b.up)), list(m.parts(lambda b: (b.down,)))]
         like = parts[0][0][0].ref.node
         for node in {p.ref.node for experts in parts for each in experts for p in each}:
-            need(not is_prequantized(node), Kind.PACKED_READ_AGAIN, m.root)
+            need(not writer.facts.in_4_bits(node), Kind.PACKED_READ_AGAIN, m.root)
         self.layout = writer.layout(
             like, *{(p.n, p.k) for experts in parts for each in experts for p in each}
         )

@@ -25,7 +25,6 @@ from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
 from ..refusal import Refusal, Refused
 from ..report import Load, Site, hint
-from ..weights.prequantized import is_prequantized
 from .writer import QuantisedRows, Writer
 
 
@@ -41,7 +40,7 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
         if matrix is None or set(matrix.ref.index) != {N, K}:
             continue
         format = None
-        if not is_prequantized(matrix.ref.node):
+        if not writer.facts.in_4_bits(matrix.ref.node):
             format = _format_asked_for(matrix.ref.node, writer.options)
             if format is None or evidence.is_router(node):
                 continue

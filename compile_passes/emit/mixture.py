@@ -15,8 +15,8 @@ from torch import fx
 
 from ...meta.formats import find_activation, known_activation
 from ...meta.layouts import LAYOUTS
+from ..graph.ids import below
 from ..graph.nodes import FLOATING, aten, is_tensor, shape, static_int, value
-from ..graph.products import below
 from ..index.axes import same
 from ..index.indicators import INDICATOR
 from ..index.terms import (
@@ -307,7 +307,7 @@ class Emitter:
             (replace(gate, source=at[gate.source]), replace(own, source=at[own.source]))
             for gate, own in up.spec.assembly.experts
         )
-        stored = tuple(s.meta["prequantized"] for s in sources)
+        stored = tuple(self.w.facts.stored[s].way for s in sources)
         return Packed(sources, replace(down.spec, sources=stored, rescale=pairs))
 
     def _vectors(

@@ -7,8 +7,7 @@ from collections.abc import Collection, Iterable
 
 from torch import fx
 
-from ..graph.nodes import PRODUCTS, aten, is_op
-from ..graph.products import is_grouped_mm
+from ..graph.nodes import PRODUCTS, aten, is_grouped_mm, is_op
 from ..refusal import Kind, Refusal
 
 _PARTS = (

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from ..graph.ids import nonnegative
 from ..graph.nodes import FLOATING, aten, shape, static_int, value
-from ..graph.products import nonnegative
 from ..index.axes import same
 from ..index.routing import Support, distinct, support
 from ..index.terms import Const, Mix, Ref, Term, free_axes

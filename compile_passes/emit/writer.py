@@ -17,15 +17,17 @@ from ...meta.formats import FORMATS, FP4_FORMATS
 from ...meta.layouts import LAYOUTS, preferred_layout
 from ...meta.torch_internals import FakeTensorMode
 from ..dynamo.api import AttrSource
-from ..graph.nodes import WeightRef, aten, need_own, shape, value
+from ..graph.nodes import aten, shape, value
 from ..index.terms import Affine, Const, Mix, Term
 from ..naming import input_name, location, module_path
 from ..options import Options
 from ..recognise.branches import EvenParts, Experts, Parts
 from ..recognise.factors import K, N
+from ..recognise.products import WeightRef
 from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site
-from ..weights.prequantized import StoredSpec, format_of, inputs_of, is_prequantized, stored_spec
+from ..weights.facts import Facts
+from ..weights.prequantized import StoredSpec, stored_spec
 from ..weights.runtime import Swap
 from ..weights.specs import Assembly, JoinSpec, PackSpec, Piece
 from .one_precision import refuse_two_precisions
@@ -85,10 +87,8 @@ class QuantisedRows(NamedTuple):
 class Writer:
     """Writes operators into a graph."""
 
-    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
-        self.gm, self.options = gm, options
-        self.mutated: set[fx.Node] = set()
-        """Inputs that the graph writes to, which stay as they are."""
+    def __init__(self, gm: fx.GraphModule, options: Options, facts: Facts) -> None:
+        self.gm, self.options, self.facts = gm, options, facts
         self.slots: dict[
             tuple[tuple[fx.Node, ...], PackSpec | JoinSpec | StoredSpec], tuple[fx.Node, ...]
         ] = {}
@@ -123,7 +123,7 @@ class Writer:
             v.device.type,
             *shapes,
             dtype=v.dtype,
-            format=format_of(like, format or self.options.format),
+            format=self.facts.format_of(like, format or self.options.format),
             a_format=self.options.wanted,
         )
 
@@ -144,24 +144,32 @@ class Writer:
         one = as_it_is(experts, interleaved, site)
         k = next(iter(experts))[0].k
         need(k % 2 == 0, Kind.ODD_K, site, k)
-        if one is not None and not is_prequantized(one.parameter):
-            need_own(one.parameter, self.mutated, site)
+        if one is not None and not self.facts.in_4_bits(one.parameter):
+            self.facts.need_own(one.parameter, site)
             return Packed((one.parameter,), PackSpec(format, layout, one.transposed))
         sources, assembly = assemble(experts, interleaved, site)
         for s in sources:
-            need_own(s, self.mutated, site)
+            self.facts.need_own(s, site)
             need(value(s).dtype == value(sources[0]).dtype, Kind.DTYPES_DIFFER, site)
-        if any(map(is_prequantized, sources)):
-            return Packed(sources, stored_spec(sources, assembly, layout, site))
+        if any(map(self.facts.in_4_bits, sources)):
+            return Packed(sources, self._stored_spec(sources, assembly, layout, site))
         return Packed(sources, PackSpec(format, layout, False, assembly))
 
     def pack_whole(self, w: WeightRef, layout: str) -> Packed:
         """A parameter as it is."""
         spec: PackSpec | StoredSpec = PackSpec(self.options.format, layout, w.transposed)
-        if is_prequantized(w.placeholder):
+        if self.facts.in_4_bits(w.placeholder):
             whole = Assembly.of_one(w.experts, w.n, w.k, w.transposed)
-            spec = stored_spec((w.placeholder,), whole, layout, w.placeholder)
+            spec = self._stored_spec((w.placeholder,), whole, layout, w.placeholder)
         return Packed((w.placeholder,), spec)
+
+    def _stored_spec(
+        self, sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node
+    ) -> StoredSpec:
+        stored = self.facts.stored
+        return stored_spec(
+            sources, tuple(stored[s].way for s in sources if s in stored), assembly, layout, site
+        )
 
     def operands(self, packed: Packed) -> Operands:
         """Graph inputs with what is packed, made once for each weight."""
@@ -176,7 +184,7 @@ class Writer:
         self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | StoredSpec
     ) -> tuple[fx.Node, ...]:
         """The graph inputs that hold what `spec` makes of these parameters."""
-        sources = tuple(n for s in sources for n in inputs_of(s))
+        sources = tuple(n for s in sources for n in self.facts.inputs_of(s))
         key = (sources, spec)
         if key not in self.slots:
             first, nodes = sources[0], []
@@ -269,7 +277,7 @@ class Writer:
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
         values = [value(n) for n in sources]
         after = sum(p.spec.num_bytes(tuple(value(p.sources[0]).shape)) for p in packed)
-        already = any(map(is_prequantized, sources))
+        already = any(map(self.facts.in_4_bits, sources))
         before = after if already else sum(v.numel() * v.dtype.itemsize for v in values)
         spec = packed[0].spec
         return Site(
@@ -277,9 +285,9 @@ class Writer:
             op=op,
             reason=why.reason if why is not None else "",
             where=location(at),
-            weights=tuple(input_name(inputs_of(n)[0]) for n in sources),
+            weights=tuple(input_name(self.facts.inputs_of(n)[0]) for n in sources),
             shape=shape_text,
-            form=form + (f", weights from {sources[0].meta['prequantized'].kind}" if already else ""),
+            form=form + (f", weights from {self.facts.stored[sources[0]].way.kind}" if already else ""),
             kernel=kernel(values[0].device.type, spec.layout),
             format=spec.format,
             layout=spec.layout,
@@ -318,7 +326,7 @@ class Writer:
         swapped = {p for sources, _ in self.slots for p in sources}
         keep = []
         for index, node in enumerate(self.inputs):
-            if (node in swapped or is_prequantized(node)) and not node.users:
+            if (node in swapped or self.facts.in_4_bits(node)) and not node.users:
                 self.gm.graph.erase_node(node)
             else:
                 keep.append(index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import torch
@@ -11,7 +10,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...meta.torch_internals import OpOverload
 from ..operands import integer, operand, several
-from ..refusal import Kind, Refusal, Refused, need
 
 aten = torch.ops.aten
 
@@ -39,6 +37,11 @@ def is_op(node: Any, *packets: Any) -> TypeGuard[fx.Node]:
         and node.op == "call_function"
         and getattr(node.target, "overloadpacket", None) in packets
     )
+
+
+def is_grouped_mm(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -132,6 +135,29 @@ def exact_int(node: fx.Node) -> fx.Node:
     return node
 
 
+def unswap(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Back through copies, float casts and swaps of the last two dimensions: (source, swapped)."""
+    swapped = False
+    while True:
+        if is_op(node, aten.transpose, aten.t, aten.permute):
+            if not _swaps_last_two(node):
+                return node, swapped
+            swapped = not swapped
+        elif not (is_float_cast(node) or is_op(node, aten.clone, aten.alias, aten.detach, aten.contiguous)):
+            return node, swapped
+        node = operand(node)
+
+
+def _swaps_last_two(node: fx.Node) -> bool:
+    dims = len(shape(node))
+    if is_op(node, aten.t):
+        return True
+    if is_op(node, aten.transpose):
+        return {integer(node, i) % dims for i in (1, 2)} == {dims - 2, dims - 1}
+    order = [d % dims for d in several(node, 1)]
+    return order == [*range(dims - 2), dims - 1, dims - 2]
+
+
 # --- equality ---
 
 
@@ -206,99 +232,3 @@ def is_impure(node: fx.Node, random: bool = True) -> bool:
 
 
 _IMPURE: dict[tuple[Any, bool], bool] = {}
-
-
-# --- operands that are weights ---
-
-
-@dataclass(frozen=True)
-class WeightRef:
-    """An expert weight as the graph holds it: `placeholder` is [E, N, K], or [E, K, N] if `transposed`.
-
-    It is a graph input, or what the graph decodes from inputs in 4 bits (decoded.py).
-    """
-
-    placeholder: fx.Node
-    transposed: bool
-
-    @property
-    def experts(self) -> int:
-        return int(value(self.placeholder).shape[0])
-
-    @property
-    def n(self) -> int:
-        return int(value(self.placeholder).shape[2 if self.transposed else 1])
-
-    @property
-    def k(self) -> int:
-        return int(value(self.placeholder).shape[1 if self.transposed else 2])
-
-
-def unswap(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Back through copies, float casts and swaps of the last two dimensions: (source, swapped)."""
-    swapped = False
-    while True:
-        if is_op(node, aten.transpose, aten.t, aten.permute):
-            if not _swaps_last_two(node):
-                return node, swapped
-            swapped = not swapped
-        elif not (is_float_cast(node) or is_op(node, aten.clone, aten.alias, aten.detach, aten.contiguous)):
-            return node, swapped
-        node = operand(node)
-
-
-def _swaps_last_two(node: fx.Node) -> bool:
-    dims = len(shape(node))
-    if is_op(node, aten.t):
-        return True
-    if is_op(node, aten.transpose):
-        return {integer(node, i) % dims for i in (1, 2)} == {dims - 2, dims - 1}
-    order = [d % dims for d in several(node, 1)]
-    return order == [*range(dims - 2), dims - 1, dims - 2]
-
-
-def written_to(weight: fx.Node, site: fx.Node) -> Refusal:
-    return Refusal(Kind.WRITTEN, site, (weight,))
-
-
-def why_not_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> Refusal | None:
-    """Return why a packed copy cannot stand for the weight from call to call, or None if it can."""
-    if weight in mutated:
-        return written_to(weight, site)
-    if "gathered" in weight.meta:
-        return Refusal(Kind.GATHERED_ANEW, site, (weight.meta["gathered"], weight))
-    why: Refusal | None = weight.meta.get("read_twice", weight.meta.get("stays"))
-    return None if why is None else replace(why, node=site)
-
-
-def need_own(weight: fx.Node, mutated: set[fx.Node], site: fx.Node) -> None:
-    why = why_not_own(weight, mutated, site)
-    if why is not None:
-        raise Refused(why)
-
-
-class Weights:
-    """Which inputs may be replaced by packed copies; `fixed` has weights decoded in the graph, too."""
-
-    def __init__(self, graph: fx.Graph, fixed: set[fx.Node], mutated: set[fx.Node]) -> None:
-        self._fixed = fixed
-        self._mutated = mutated
-
-    def is_candidate(self, node: fx.Node) -> bool:
-        return node in self._fixed and len(shape(node)) == 3 and value(node).dtype.is_floating_point
-
-    def resolve(self, node: fx.Node, swapped: bool, site: fx.Node) -> WeightRef:
-        """`node` with its last two dimensions swapped or not must be used as [E, K, N]."""
-        need(node.op == "placeholder" or node in self._fixed, Kind.COMPUTED, site, node)
-        need(node in self._fixed, Kind.ARGUMENT, site, node)
-        need_own(node, self._mutated, site)
-        v = value(node)
-        need(v.dim() == 3, Kind.DIMENSIONS, site, node, v.dim())
-        need(v.dtype in FLOATING, Kind.WEIGHT_DTYPE, site, node, v.dtype)
-        need(v.device.type in ("cpu", "cuda"), Kind.DEVICE, site, v.device.type)
-        need(all(static_int(s) is not None for s in v.shape), Kind.SYMBOLIC_WEIGHT, site, node)
-        weight = WeightRef(node, transposed=not swapped)
-        way = node.meta.get("prequantized")
-        need(way is None or way.transposed == weight.transposed, Kind.QUANTISED_ALONG_N, site, node)
-        need(weight.k % 2 == 0, Kind.ODD_K, site, weight.k)
-        return weight

@@ -10,8 +10,7 @@ from typing import Any
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..graph.nodes import PRODUCTS, Canon, is_op, shape
-from ..graph.products import is_grouped_mm
+from ..graph.nodes import PRODUCTS, Canon, is_grouped_mm, is_op, shape
 from ..refusal import Refusal, Refused
 from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate
 

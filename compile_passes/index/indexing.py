@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from ...meta.torch_internals import OpOverload
+from ..graph.ids import below, gathered
 from ..graph.nodes import (
     FLOATING,
     arguments,
@@ -19,7 +20,6 @@ from ..graph.nodes import (
     strip,
     value,
 )
-from ..graph.products import below, gathered
 from ..operands import integer, operand, several
 from .axes import Opaque, dimension, prefix, same, spread
 from .indicators import as_boolean, is_boolean, is_eq, is_indicator

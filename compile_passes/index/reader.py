@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import Canon, aten, is_tensor
-from ..graph.products import is_grouped_mm
+from ..graph.nodes import Canon, aten, is_grouped_mm, is_tensor
 from .axes import Opaque
 from .indicators import INDICATOR
 from .terms import Value

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.ids import counted_ids
 from ..graph.nodes import arguments, aten, exact_int, is_op, is_tensor, item, same_shape, shape, strip, value
-from ..graph.products import counted_ids
 from ..operands import operand
 from ..refusal import Kind, need, refuse
 from .axes import Opaque, Values, same

@@ -22,14 +22,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..graph.nodes import BY_SIZE, PRODUCTS, aten, is_op, is_tensor, item, shape, value
-from ..graph.products import is_grouped_mm
+from ..graph.nodes import BY_SIZE, PRODUCTS, aten, is_grouped_mm, is_op, is_tensor, item, shape, value
 from ..index.axes import same
 from ..index.reader import Reader
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name
 from ..operands import operand, several
 from ..refusal import Kind, Refusal
+from ..weights.facts import Facts
 from .activations import UP
 from .branches import Matrix, Mixture
 
@@ -97,9 +97,8 @@ class _Carrier:
 class Evidence:
     """Answers for one graph which products are experts' and which are routers'."""
 
-    def __init__(self, graph: fx.Graph, reader: Reader, fixed: set[fx.Node]) -> None:
-        """fixed: inputs that are parameters or buffers, and what is decoded from them."""
-        self._graph, self._reader = graph, reader
+    def __init__(self, graph: fx.Graph, reader: Reader, facts: Facts) -> None:
+        self._graph, self._reader, self._facts = graph, reader, facts
         self._data: set[fx.Node] = set()
         """Nodes whose values depend on the model's inputs."""
         self._hard: set[fx.Node] = set()
@@ -107,7 +106,7 @@ class Evidence:
         self._soft: set[fx.Node] = set()
         """The same of scores between which a softmax or a sigmoid decides."""
         for node in graph.nodes:
-            self._classify(node, fixed)
+            self._classify(node, facts.fixed)
 
     def _classify(self, node: fx.Node, fixed: set[fx.Node]) -> None:
         inputs = node.all_input_nodes
@@ -133,9 +132,8 @@ class Evidence:
         """Whether ids or offsets depend on the model's inputs, and so are a choice."""
         return ids in self._data
 
-    @staticmethod
-    def named(weight: fx.Node) -> bool:
-        return "prequantized" in weight.meta or bool(NAME.search(input_name(weight)))
+    def named(self, weight: fx.Node) -> bool:
+        return self._facts.in_4_bits(weight) or bool(NAME.search(input_name(weight)))
 
     @staticmethod
     def is_router(product: fx.Node) -> bool:

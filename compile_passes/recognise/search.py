@@ -12,13 +12,24 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.given_numbers import lists_given
-from ..graph.nodes import BY_SIZE, FLOATING, PRODUCTS, aten, is_op, is_tensor, item, shape, value, written_to
-from ..graph.products import is_grouped_mm
+from ..graph.nodes import (
+    BY_SIZE,
+    FLOATING,
+    PRODUCTS,
+    aten,
+    is_grouped_mm,
+    is_op,
+    is_tensor,
+    item,
+    shape,
+    value,
+)
 from ..index.indicators import is_eq
 from ..index.reader import Reader
 from ..index.terms import Apply, Const, Ref, free_axes, substitute, walk
 from ..operands import operand, several
 from ..refusal import Kind, Refusal, Refused, need
+from ..weights.facts import written_to
 from .changed_products import changed_products
 from .mixture import Linear, Matcher, Mixture
 from .sorted_rows import GATHERED, SORTED, need_one_operator

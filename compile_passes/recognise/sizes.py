@@ -9,6 +9,7 @@ from torch import fx
 
 from ...meta.formats import SMALLEST_SIDE
 from ..refusal import Kind, need
+from ..weights.facts import Facts
 from .branches import Matrix
 
 
@@ -21,13 +22,13 @@ class Sized(Protocol):
     def k(self) -> int: ...
 
 
-def need_wide(matrices: Iterable[Matrix], site: fx.Node) -> None:
+def need_wide(matrices: Iterable[Matrix], site: fx.Node, facts: Facts) -> None:
     """Refuse matrices with a side below SMALLEST_SIDE, such as adapters (LoRA)."""
     for m in matrices:
-        need_wide_weight(m.ref.node, m, site)
+        need_wide_weight(m.ref.node, m, site, facts)
 
 
-def need_wide_weight(weight: fx.Node, matrix: Sized, site: fx.Node) -> None:
+def need_wide_weight(weight: fx.Node, matrix: Sized, site: fx.Node, facts: Facts) -> None:
     """`need_wide` of one weight. What the model holds in 4 bits may be of any size."""
-    wide = "prequantized" in weight.meta or min(matrix.n, matrix.k) >= SMALLEST_SIDE
+    wide = facts.in_4_bits(weight) or min(matrix.n, matrix.k) >= SMALLEST_SIDE
     need(wide, Kind.NARROW, site, weight, matrix.n, matrix.k)

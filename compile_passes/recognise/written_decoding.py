@@ -11,7 +11,7 @@ blocks of 32; where the bytes lie is proved by the axes. So it does not matter h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,12 +24,15 @@ from ..index.axes import Opaque, Renamed, same
 from ..index.reader import Reader
 from ..index.terms import Affine, Apply, Axis, Choose, Const, Mix, Ref, Term, Value, free_axes, interning
 from ..operands import operand
+from ..weights.facts import Facts
 
 fp4 = torch.ops.fp4
 
 BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 TABLE = 4096
 """The most values that a table has."""
+Tables = Mapping[fx.Node, Tensor]
+"""The values of small constants: written in the model, or fixed inputs as they are now."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu")
 
 
@@ -38,23 +41,26 @@ _POINTWISE = (aten.floor_divide, aten.remainder, aten.bitwise_and, aten.__and__,
 """Pointwise operators that lack torch's tag."""
 
 
-def decode_to_operator(graph: fx.Graph, fixed: set[fx.Node], fake_mode: FakeTensorMode) -> None:
-    """Put `fp4.dequantize` in place of every weight that the graph decodes from `fixed` inputs."""
+def decode_to_operator(graph: fx.Graph, facts: Facts, fake_mode: FakeTensorMode) -> None:
+    """Put `fp4.dequantize` in place of every weight that the graph decodes from fixed inputs."""
+    fixed = facts.fixed - facts.mutated
     if not any(value(n).dtype in BYTES for n in fixed):
         return
     with interning():
-        _decode_all(graph, _constant_nodes(graph, fixed), fake_mode)
+        _decode_all(graph, _constant_nodes(graph, fixed), facts, fake_mode)
     graph.eliminate_dead_code()
 
 
-def _decode_all(graph: fx.Graph, constant: set[fx.Node], fake_mode: FakeTensorMode) -> None:
-    _note_tables(graph, constant)
-    reader, done = Decoder(graph, constant), set[fx.Node]()
+def _decode_all(graph: fx.Graph, constant: set[fx.Node], facts: Facts, fake_mode: FakeTensorMode) -> None:
+    _note_tables(graph, constant, facts.constants)
+    reader, done = Decoder(graph, constant, facts.constants), set[fx.Node]()
     for node in reversed(list(graph.nodes)):
         if node not in constant or node in done or value(node).dtype not in FLOATING or len(shape(node)) < 2:
             continue
         try:
             new = _replace(graph, node, reader, fake_mode)
+            unused = _behind(node) - _behind(new)
+            facts.tables[new] = tuple(n for n in unused if n.op == "placeholder" and n in facts.constants)
         except Opaque:
             continue
         done |= _behind(node)
@@ -72,15 +78,15 @@ def _constant_nodes(graph: fx.Graph, fixed: set[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def _note_tables(graph: fx.Graph, constant: set[fx.Node]) -> None:
-    """Small tensors that the model makes of numbers: their values, in `meta["constant"]`."""
+def _note_tables(graph: fx.Graph, constant: set[fx.Node], values: dict[fx.Node, Tensor]) -> None:
+    """Note the values of small tensors that the model makes of numbers."""
     for node in graph.nodes:
         made = node.op == "call_function" and node in constant and value(node).numel() <= TABLE
-        if made and all(n.op != "placeholder" and "constant" in n.meta for n in node.all_input_nodes):
-            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["constant"])
+        if made and all(n.op != "placeholder" and n in values for n in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
             kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
             with torch.inference_mode(False), torch.no_grad():
-                node.meta["constant"] = node.target(*args, **kwargs)
+                values[node] = node.target(*args, **kwargs)
 
 
 def _behind(node: fx.Node) -> set[fx.Node]:
@@ -96,9 +102,9 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 class Decoder(Reader):
     """Reads integers too, and keeps every cast between them: only casts between floats are seen through."""
 
-    def __init__(self, graph: fx.Graph, constant: set[fx.Node]) -> None:
+    def __init__(self, graph: fx.Graph, constant: set[fx.Node], tables: Tables) -> None:
         super().__init__(graph, Canon(graph), lambda n: False)
-        self._constant = constant
+        self._constant, self.tables = constant, tables
 
     _MOVES = (
         aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy, aten._unsafe_view,
@@ -107,7 +113,7 @@ class Decoder(Reader):
     )  # fmt: skip
 
     def _read(self, node: fx.Node, level: int) -> Value:
-        if node not in self._constant or node.op != "call_function" or "constant" in node.meta:
+        if node not in self._constant or node.op != "call_function" or node in self.tables:
             raise Opaque
         if is_op(node, aten._to_copy):
             return self._cast(node, operand(node))
@@ -217,24 +223,24 @@ class Decoder(Reader):
 def _replace(graph: fx.Graph, node: fx.Node, reader: Decoder, fake_mode: FakeTensorMode) -> fx.Node:
     """`fp4.dequantize` with the operands that `node` is decoded from."""
     v = reader.value(node, 2)
-    axes = v.axes
+    axes, tables = v.axes, reader.tables
     sizes = [a.size for a in axes]
     if isinstance(v.term, Ref) or any(isinstance(a.size, torch.SymInt) for a in axes):
         raise Opaque
     *lead, n, k = shape(node)
     lead_axes = [a for g in v.dims[:-2] for a in g]
-    codes = _leaf(v.term, [*axes[:-1]], lambda total: total * 2 == value(node).numel())
+    codes = _leaf(v.term, [*axes[:-1]], lambda total: total * 2 == value(node).numel(), tables)
     if sizes[-1] != 2 or codes is None:
         raise Opaque
     for format in ("nvfp4", "mxfp4"):
         block = FORMATS[format].block
         cut = next((i for i in range(len(axes)) if _product(sizes[i:]) == block), None)
-        scale = _leaf(v.term, axes[:cut], lambda total: total * block == value(node).numel())  # noqa: B023
+        scale = _leaf(v.term, axes[:cut], lambda total: total * block == value(node).numel(), tables)  # noqa: B023
         if cut is not None and scale is not None and scale is not codes and k % block == 0:
             break
     else:
         raise Opaque
-    others = _others(v.term, codes, scale, format, axes[-1], lead_axes)
+    others = _others(v.term, codes, scale, format, axes[-1], lead_axes, tables)
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = graph.call_function(target, args, kwargs)
@@ -260,16 +266,16 @@ def _replace(graph: fx.Graph, node: fx.Node, reader: Decoder, fake_mode: FakeTen
         dtype = value(node).dtype
         new = call(fp4.dequantize.default, packed, scales, global_scale, format, dtype)
     new.meta.update(node.meta)
-    unused = _behind(node) - _behind(new)
-    new.meta["tables"] = tuple(n for n in unused if n.op == "placeholder" and "constant" in n.meta)
     return new
 
 
-def _others(term: Term, codes: Ref, scale: Ref, format: str, nibble: Axis, lead: list[Axis]) -> list[Term]:
+def _others(
+    term: Term, codes: Ref, scale: Ref, format: str, nibble: Axis, lead: list[Axis], tables: Tables
+) -> list[Term]:
     """The factors of a weight besides its codes and block scales, once these are proved."""
     of_codes, of_scale, others, numbers = [], [], [], []
     for f in _product_of(term):
-        leaves = _leaves(f)
+        leaves = _leaves(f, tables)
         if leaves == {codes}:
             of_codes.append(f)
         elif leaves == {scale}:
@@ -280,13 +286,13 @@ def _others(term: Term, codes: Ref, scale: Ref, format: str, nibble: Axis, lead:
             raise Opaque
         else:
             others.append(f)
-    if _is_e2m1([*of_codes, *numbers], codes, nibble):  # a table of integers, halved
+    if _is_e2m1([*of_codes, *numbers], codes, nibble, tables):  # a table of integers, halved
         numbers = []
-    elif not _is_e2m1(of_codes, codes, nibble):
+    elif not _is_e2m1(of_codes, codes, nibble, tables):
         raise Opaque
-    if numbers and _is_scale([*of_scale, *numbers], scale, format):
+    if numbers and _is_scale([*of_scale, *numbers], scale, format, tables):
         numbers = []
-    elif not _is_scale(of_scale, scale, format):
+    elif not _is_scale(of_scale, scale, format, tables):
         raise Opaque
     others += numbers
     if others and not FORMATS[format].has_global_scale:
@@ -321,13 +327,13 @@ def _product_of(term: Term) -> Iterator[Term]:
         yield term
 
 
-def _leaves(term: Term) -> set[Ref]:
+def _leaves(term: Term, tables: Tables) -> set[Ref]:
     """Elements of inputs that a term is computed from; tables are none."""
     found: set[Ref] = set()
     todo: list[Term] = [term]
     while todo:
         t = todo.pop()
-        if isinstance(t, Ref) and (table(t.node) is None or _is_held(t)):
+        if isinstance(t, Ref) and (t.node not in tables or _is_held(t)):
             found.add(t)
         else:
             todo.extend(t.children())
@@ -339,9 +345,11 @@ def _is_held(ref: Ref) -> bool:
     return ref.node.op == "placeholder" and value(ref.node).dtype in BYTES and _along(ref) is not None
 
 
-def _leaf(term: Term, axes: list[Axis], fits: Any) -> Ref | None:
+def _leaf(term: Term, axes: list[Axis], fits: Any, tables: Tables) -> Ref | None:
     """The one input of bytes that lies, in row-major order, along exactly these axes."""
-    found = [t for t in _leaves(term) if _is_held(t) and fits(value(t.node).numel()) and _along(t) == axes]
+    found = [
+        t for t in _leaves(term, tables) if _is_held(t) and fits(value(t.node).numel()) and _along(t) == axes
+    ]
     return found[0] if len(found) == 1 else None
 
 
@@ -361,15 +369,10 @@ def _along(ref: Ref) -> list[Axis] | None:
     return out if whole else None
 
 
-def table(node: fx.Node) -> Tensor | None:
-    """The values of a small constant: written in the model, or a fixed input as it is now."""
-    return node.meta.get("constant")
-
-
 # --- evaluation for every byte ---
 
 
-def _evaluate(term: Any, given: dict[Term, Any]) -> Any:
+def _evaluate(term: Any, given: dict[Term, Any], tables: Tables) -> Any:
     if not isinstance(term, Term):
         return term
     if term in given:
@@ -377,23 +380,23 @@ def _evaluate(term: Any, given: dict[Term, Any]) -> Any:
     if isinstance(term, Const):
         return term.value
     if isinstance(term, Apply):
-        args = [_evaluate(a, given) for a in term.args]
+        args = [_evaluate(a, given, tables) for a in term.args]
         if _takes_tensor(term) and not isinstance(args[0], Tensor):
             args[0] = torch.tensor(args[0], device="cpu")
         return term.op(*args, **term.kwargs)
     if isinstance(term, Choose):
-        index = _evaluate(term.index, given)
-        return _evaluate(term.options[int(index)], given)
+        index = _evaluate(term.index, given, tables)
+        return _evaluate(term.options[int(index)], given, tables)
     if isinstance(term, Affine):
-        return term.start + term.step * _evaluate(term.base, given)
+        return term.start + term.step * _evaluate(term.base, given, tables)
     if isinstance(term, Mix):
         out: Any = 0
         for part, size in zip(term.parts, term.sizes):
-            out = out * size + _evaluate(part, given)
+            out = out * size + _evaluate(part, given, tables)
         return out
-    if not isinstance(term, Ref) or (values := table(term.node)) is None:
+    if not isinstance(term, Ref) or (values := tables.get(term.node)) is None:
         raise Opaque
-    index = [torch.as_tensor(_evaluate(i, given), device="cpu").long() for i in term.index]
+    index = [torch.as_tensor(_evaluate(i, given, tables), device="cpu").long() for i in term.index]
     if any(((i < 0) | (i >= s)).any() for i, s in zip(index, values.shape)):
         raise Opaque
     found = values.cpu()[tuple(index)]
@@ -405,29 +408,29 @@ def _takes_tensor(term: Apply) -> bool:
     return isinstance(term.op._schema.arguments[0].type, torch.TensorType)
 
 
-def _all_bytes(factors: list[Term], leaf: Ref, given: dict[Term, Any]) -> Tensor:
+def _all_bytes(factors: list[Term], leaf: Ref, given: dict[Term, Any], tables: Tables) -> Tensor:
     """The product of `factors` for every byte that `leaf` may be."""
     every = torch.arange(256, dtype=torch.uint8, device="cpu").view(value(leaf.node).dtype)
     out = torch.ones(256, dtype=torch.float64, device="cpu")
     with torch.inference_mode(False), torch.no_grad():
         for f in factors:
             try:
-                out = out * _evaluate(f, {**given, leaf: every})
+                out = out * _evaluate(f, {**given, leaf: every}, tables)
             except (RuntimeError, TypeError, NotImplementedError):
                 raise Opaque from None
     return out
 
 
-def _is_e2m1(factors: list[Term], leaf: Ref, nibble: Axis) -> bool:
+def _is_e2m1(factors: list[Term], leaf: Ref, nibble: Axis, tables: Tables) -> bool:
     """Whether the low nibble of each byte comes first, as e2m1."""
     byte = torch.arange(256, device="cpu")
-    each = [_all_bytes(factors, leaf, {nibble: i}) for i in (0, 1)]
+    each = [_all_bytes(factors, leaf, {nibble: i}, tables) for i in (0, 1)]
     return all(torch.equal(got, _E2M1[code].double()) for got, code in zip(each, (byte & 15, byte >> 4)))
 
 
-def _is_scale(factors: list[Term], leaf: Ref, format: str) -> bool:
+def _is_scale(factors: list[Term], leaf: Ref, format: str, tables: Tables) -> bool:
     """NaN codes may mean anything; 2^-127, a subnormal, may be 0."""
-    got = _all_bytes(factors, leaf, {})
+    got = _all_bytes(factors, leaf, {}, tables)
     want = torch.arange(256, dtype=torch.uint8, device="cpu").view(FORMATS[format].scale_dtype).double()
     number = ~want.isnan()
     return torch.allclose(got[number], want[number], rtol=0, atol=2.0**-126)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -31,6 +31,7 @@ from ...meta.torch_internals import (
 )
 from ..naming import source_name
 from ..refusal import Kind, Refused, refuse
+from ..weights.facts import Stored
 from ..weights.prequantized import Prequantized, is_subclass, prequantized, stand_in
 from .as_written import as_written, needs_a_number
 from .copier import CannotCopy, Copier
@@ -68,7 +69,16 @@ def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
     return [convert(x) for x in inputs]
 
 
-def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, FakeTensorMode]:
+class Captured(NamedTuple):
+    """A functional graph, and the mode of its fake tensors."""
+
+    gm: fx.GraphModule
+    fake_mode: FakeTensorMode
+    stored: dict[fx.Node, Stored]
+    """Inputs that are 4-bit tensors. In the graph an ordinary tensor stands for each."""
+
+
+def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> Captured:
     """Trace `gm`. Writes to inputs become a `copy_` epilogue, which Inductor's AOTAutograd understands.
 
     Raises Refused if the graph must stay as it is."""
@@ -94,10 +104,8 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, 
         stack.enter_context(torch.no_grad())
         traced = _by_calls(flat, fakes, fake_mode, constants) or _whole(flat, fakes, constants)
     _restore_dynamo_metadata(gm, traced)
-    for node, way in zip(_placeholders(traced), ways, strict=True):
-        if way is not None:
-            node.meta["prequantized"] = way
-    return traced, fake_mode
+    named = zip(_placeholders(traced), ways, strict=True)
+    return Captured(traced, fake_mode, {n: Stored(way, (n,)) for n, way in named if way is not None})
 
 
 def _prequantized(x: Any) -> Prequantized | None:

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ...relayout import relayout
 from ..graph.nodes import arguments, is_op, is_pure, is_tensor, shape
+from .facts import Facts, Stored
 from .prequantized import Parts, Prequantized
 
 fp4 = torch.ops.fp4
@@ -41,29 +42,28 @@ class Program:
         return relayout(self.run(*inputs), self.format, self.k, self.layout, "plain")
 
 
-def find_decoded(graph: fx.Graph, fixed: set[fx.Node], mutated: set[fx.Node]) -> set[fx.Node]:
-    """The nodes that stand for weights held in 4 bits; each knows how (`is_prequantized`)."""
-    found = set()
+def note_decoded(graph: fx.Graph, facts: Facts) -> None:
+    """Note the nodes that stand for weights held in 4 bits, and how these are read."""
+    inputs = facts.fixed - facts.mutated
     for node in graph.nodes:
-        if is_op(node, fp4.dequantize) and _note(node, fixed - mutated):
-            found.add(node)
-    return found
+        stored = _stored(node, inputs, facts) if is_op(node, fp4.dequantize) else None
+        if stored is not None:
+            facts.stored[node] = stored
+            facts.fixed.add(node)
 
 
-def _note(node: fx.Node, fixed: set[fx.Node]) -> bool:
+def _stored(node: fx.Node, fixed: set[fx.Node], facts: Facts) -> Stored | None:
     a = arguments(node)
     operands = [a["packed"], a["block_scale"], a["global_scale"]]
     extracted = _extract([n for n in operands if n is not None], fixed)
     if extracted is None:
-        return False
+        return None
     inputs, gm = extracted
-    tables = node.meta.get("tables", ())
-    values = tuple(tuple(t.meta["constant"].flatten().tolist()) for t in tables)
+    tables = facts.tables.get(node, ())
+    values = tuple(tuple(facts.constants[t].flatten().tolist()) for t in tables)
     program = Program(gm.code, a["format"], a["layout"], int(shape(node)[-1]), values, gm)
     inputs = (*inputs, *tables)
-    node.meta["prequantized"] = Prequantized("fp4.dequantize", a["format"], program, inputs=len(inputs))
-    node.meta["stored_inputs"] = inputs
-    return True
+    return Stored(Prequantized("fp4.dequantize", a["format"], program, inputs=len(inputs)), inputs)
 
 
 def _extract(

@@ -7,7 +7,7 @@ the graph itself decodes are found by decoded.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,24 +180,13 @@ class StoredSpec:
         return packed[lead][rows], scale[lead][rows], global_scale.float()
 
 
-def is_prequantized(node: fx.Node) -> bool:
-    return "prequantized" in node.meta
+def stored_spec(
+    sources: Sequence[fx.Node], ways: tuple[Prequantized, ...], assembly: Assembly, layout: str, site: fx.Node
+) -> StoredSpec:
+    """The spec for weights that are all in 4 bits, in one format, and used along the right dimension.
 
-
-def format_of(node: fx.Node, format: str) -> str:
-    """The format of a weight that is in 4 bits already; of any other the one it will get."""
-    return node.meta["prequantized"].format if is_prequantized(node) else format
-
-
-def inputs_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The graph inputs that hold a weight: itself, or what the graph decodes it from."""
-    return node.meta.get("stored_inputs", (node,))
-
-
-def stored_spec(sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node) -> StoredSpec:
-    """The spec for weights that are all in 4 bits, in one format, and used along the right dimension."""
-    need(all(map(is_prequantized, sources)), Kind.SOME_IN_4_BITS, site)
-    ways: tuple[Prequantized, ...] = tuple(s.meta["prequantized"] for s in sources)
+    ways: how those of the sources are read that are in 4 bits."""
+    need(len(ways) == len(sources), Kind.SOME_IN_4_BITS, site)
     formats = sorted({h.format for h in ways})
     need(len(formats) == 1, Kind.FORMATS_DIFFER, site, tuple(formats))
     for pieces in assembly.experts:

@@ -24,6 +24,7 @@ from fp4_ops import backends
 from fp4_ops.compile_passes.emit.writer import Writer
 from fp4_ops.compile_passes.options import inductor_patches, parse, version_hash
 from fp4_ops.compile_passes.weights import packed as packed_weights
+from fp4_ops.compile_passes.weights.facts import Facts
 from fp4_ops.compile_passes.weights.packed import store
 from fp4_ops.compile_passes.weights.specs import PackSpec
 from fp4_ops.meta.layouts import byte_view
@@ -346,7 +347,9 @@ def test_int8_rows_of_a_gpu_are_of_a_block_alone(monkeypatch):
     like = graph.placeholder("w")
     graph.output(like)
     like.meta["val"] = SimpleNamespace(device=torch.device("cuda"))
-    writer = Writer(torch.fx.GraphModule(torch.nn.Module(), graph), parse(None, {"activation": "int8"}))
+    writer = Writer(
+        torch.fx.GraphModule(torch.nn.Module(), graph), parse(None, {"activation": "int8"}), Facts(set())
+    )
     assert writer.activations(like, "mma_bf16", block=True).format == "int8"
     alone = writer.activations(like, "mma_bf16")
     assert alone.format == "none" and "only fp4::moe" in alone.why

@@ -42,7 +42,7 @@ class Both:
             patch.setattr(module, "_by_calls", run)
             # Copies keep attention whole (test_attention.py); traces cannot.
             patch.setattr(Copier, "_attention", lambda *_: None)
-            traced, mode = module.capture(gm, inputs)
+            traced, mode, _ = module.capture(gm, inputs)
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(traced.graph, {}))
         graph.eliminate_dead_code()

@@ -18,7 +18,7 @@ ROOMS = {
     "refusal": {"advice", "naming"},
     "graph": {"operands", "refusal"},
     "index": {"graph", "naming", "operands", "refusal"},
-    "recognise": {"graph", "index", "naming", "operands", "refusal"},
+    "recognise": {"graph", "index", "naming", "operands", "refusal", "weights"},
     "weights": {"graph", "refusal"},
     "trace": {"graph", "naming", "operands", "refusal", "weights"},
     "neighbours": {"graph", "operands"},
@@ -41,7 +41,7 @@ ROOMS = {
         *("passes", "precompiled", "recognise", "refusal", "report", "trace", "weights"),
     },
     "explain": {"dynamo", "dynamo.api", "fail_open", "naming", "options", "pipeline", "report"},
-    "program": {"advice", "options", "pass_log", "passes", "report", "trace"},
+    "program": {"advice", "options", "pass_log", "passes", "report", "trace", "weights"},
     "cli": {"explain", "options"},
 }
 """Rooms of compile_passes that each room may import."""

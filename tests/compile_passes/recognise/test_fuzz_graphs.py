@@ -26,6 +26,7 @@ from fp4_ops.compile_passes.emit.one_precision import ReadTwice
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.passes import rewrite
 from fp4_ops.compile_passes.trace.capture import capture
+from fp4_ops.compile_passes.weights.facts import Facts
 from fp4_ops.compile_passes.weights.runtime import runtime
 
 SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))
@@ -61,7 +62,7 @@ class Captured:
         torch.compile(module, backend=self._keep, dynamic=False, fullgraph=True)(x)
 
     def _keep(self, gm: fx.GraphModule, inputs: list[Any]) -> Any:
-        self.graph, self.fake_mode = capture(gm, inputs)
+        self.graph, self.fake_mode, _ = capture(gm, inputs)
         self.inputs = list(inputs)
         return gm.forward
 
@@ -164,7 +165,7 @@ def test_surgery(name):
             return None
         code = gm.code
         try:
-            rewritten, *_ = rewrite(gm, captured.weights(gm), options, captured.fake_mode)
+            rewritten, *_ = rewrite(gm, Facts(captured.weights(gm)), options, captured.fake_mode)
         except ReadTwice:  # the pipeline then leaves these weights as they are
             rewritten = None
         if rewritten is None:
