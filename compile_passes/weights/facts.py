@@ -1,4 +1,4 @@
-"""What the passes know of the weights of one graph. torch's own facts are in `node.meta`, all others here."""
+"""Facts of the weights of one graph, beside those that torch keeps in `node.meta`."""
 
 from __future__ import annotations
 
