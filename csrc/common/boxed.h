@@ -9,9 +9,10 @@
 
 namespace fp4 {
 
-// A kernel in the stable ABI's calling convention, which has no way to return an error: it must throw. No
-// exception object of this library may reach libtorch, though, since the two need not share a C++ runtime, so
-// ours end here and libtorch throws its own with the same message: a RuntimeError in Python.
+// A kernel in the stable ABI's calling convention, which has no way to return an error: it must throw. But no
+// exception object of this library may reach libtorch, because the two may use different C++ runtimes. Our
+// exceptions are therefore caught here, and libtorch throws its own with the same message: a RuntimeError in
+// Python.
 template <auto kernel>
 void boxed(StableIValue* stack, uint64_t num_args, uint64_t num_outputs) {
   std::string message;

@@ -1,8 +1,8 @@
 // The argument checks of every operator, for the C++ kernels. Those of meta/checks.py are written into
-// build/operator_checks.h, which this file includes; here is what they are made of, the twin of
-// meta/check_parts.py. Each failure throws std::runtime_error, which reaches Python as a RuntimeError
-// (common/boxed.h) with this message and nothing else (STD_TORCH_CHECK would put this file's path in front of
-// it).
+// build/operator_checks.h, which this file includes. This file has the parts that they use, as
+// meta/check_parts.py has them for Python. A failed check throws std::runtime_error, which reaches Python as
+// a RuntimeError (common/boxed.h) with this message and nothing else. STD_TORCH_CHECK would add this file's
+// path in front of it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -26,7 +26,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
 
-// The shape of a packed weight, k as its layout pads it: meta/checks.py, Weight.
+// The shape of a packed weight, with k as its layout pads it (Weight in meta/checks.py).
 struct WeightShape {
   int64_t groups, n, k;
   const Format* format;
@@ -63,7 +63,7 @@ template <typename... Parts>
   throw std::runtime_error(text(parts...));
 }
 
-// The names that Python prints, without the "torch." in front.
+// The names that Python prints, without "torch.".
 inline std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Byte:
@@ -126,7 +126,7 @@ inline std::string device_text(const Tensor& t) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The number of rows of x, were it flattened to [rows, last dimension].
+// The number of rows of t if it were flattened to [rows, last dimension].
 inline int64_t num_rows(const Tensor& t) {
   int64_t rows = 1;
   for (int64_t i = 0; i + 1 < t.dim(); ++i) rows *= t.size(i);
@@ -141,7 +141,7 @@ inline Shape shape_of(const Tensor& t) {
   return Shape(sizes.begin(), sizes.end());
 }
 
-// The first `count` sizes; a negative count leaves that many out at the end.
+// The first `count` sizes. A negative count leaves out that many sizes at the end.
 inline Shape leading(const Tensor& t, int64_t count) {
   Shape shape = shape_of(t);
   shape.resize(std::clamp<int64_t>(count < 0 ? count + t.dim() : count, 0, t.dim()));
@@ -162,7 +162,7 @@ inline bool contains(Names names, std::string_view name) {
 
 inline bool same(Dtypes a, Dtypes b) { return std::ranges::equal(a, b); }
 
-// Those of `dtypes` that are among `others`.
+// The dtypes that are in both lists.
 inline std::vector<ScalarType> common(Dtypes dtypes, Dtypes others) {
   std::vector<ScalarType> found;
   std::ranges::copy_if(dtypes, std::back_inserter(found),
@@ -170,14 +170,14 @@ inline std::vector<ScalarType> common(Dtypes dtypes, Dtypes others) {
   return found;
 }
 
-// Of checked block scales.
+// The kind of block scales whose dtype is already checked.
 inline Scale scale_kind(ScalarType scale_dtype) {
   return Scale(std::ranges::find(kScales, scale_dtype, &ScaleKind::dtype) - std::begin(kScales));
 }
 
 // --- conditions ---
 
-// `value` must be one of `names`.
+// Fails if `value` is not one of `names`.
 inline void check_name(std::string_view what, std::string_view value, Names names, std::string_view when = "",
                        std::string_view hint = "") {
   if (contains(names, value)) return;
@@ -204,7 +204,7 @@ inline void check_device(std::string_view name, const Tensor& t, std::string_vie
        "; they must be on one device");
 }
 
-// The limit in "(limit=7.5)", as meta/formats.py, find_activation takes it.
+// Reads the limit in "(limit=7.5)", as find_activation in meta/formats.py does.
 inline bool read_limit(std::string_view text, float* limit) {
   constexpr std::string_view kBegin = "(limit=";
   if (!text.starts_with(kBegin) || !text.ends_with(')')) return false;
@@ -235,12 +235,12 @@ inline Activation check_activation(std::string_view name) {
 
 namespace fp4 {
 
-// Of a checked name.
+// The value of a name that is already checked.
 inline AFormat a_format_of(std::string_view name) {
   return AFormat(std::ranges::find(kAFormatNames, name) - kAFormatNames.begin());
 }
 
-// The CPU products read plain and tile16.
+// Refuses a layout that the CPU products do not read. They read plain and tile16.
 inline void refuse_layout(std::string_view op, const Layout& layout) {
   if (layout.native)
     fail(

@@ -1,7 +1,7 @@
 // Conversions between float32 and the narrow types, in portable code that a compiler can vectorise.
 //
-// Everything here has internal linkage on purpose: these functions are compiled once for each instruction
-// set, and a shared inline symbol would let the linker hand AVX-512 code to a machine without it.
+// Everything here has internal linkage on purpose. These functions are compiled once for each instruction
+// set. With a shared inline symbol, the linker could choose the AVX-512 copy for a machine without AVX-512.
 #pragma once
 
 #include <bit>
@@ -22,7 +22,8 @@ inline uint16_t float_to_bf16(float v) {
 inline float f16_to_float(uint16_t v) {
   const uint32_t sign = uint32_t(v & 0x8000) << 16;
   const uint32_t magnitude = uint32_t(v & 0x7fff) << 13;
-  // Exponent bias 15 -> 127. No step has a float32 subnormal, which torch.set_flush_denormal makes zero.
+  // Changes the exponent bias from 15 to 127. No step has a float32 subnormal, which torch.set_flush_denormal
+  // would make zero.
   const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
   const uint32_t finite =
       magnitude < (1u << 23) ? std::bit_cast<uint32_t>(subnormal) : magnitude + (112u << 23);
@@ -44,7 +45,7 @@ inline uint16_t float_to_f16(float v) {
   return uint16_t(sign | (rounded >> 13));
 }
 
-// The value of an e4m3 code below 0x7f, without a float32 subnormal on the way, as in f16_to_float.
+// The value of an e4m3 code below 0x7f. No step has a float32 subnormal, as in f16_to_float.
 inline float e4m3_magnitude(uint32_t code) {
   const float normal = std::bit_cast<float>((code << 20) + (120u << 23));
   const float subnormal = std::bit_cast<float>((code << 20) + (121u << 23)) - 0x1p-6f;
@@ -57,7 +58,7 @@ inline float e4m3_to_float(uint8_t v) {
   return v & 0x80 ? -magnitude : magnitude;
 }
 
-// Round to nearest even, saturating at 448; v is finite and not negative.
+// Rounds to nearest even and saturates at 448. v is finite and not negative.
 inline uint8_t float_to_e4m3(float v) {
   if (v >= 448.f) return 0x7e;
   if (v < 0x1p-6f) return uint8_t(std::nearbyint(v * 0x1p9f));  // subnormal, in steps of 2^-9

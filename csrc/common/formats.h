@@ -1,6 +1,5 @@
-// What formats, layouts and activations are, as data. The rows are those of meta/formats.py and
-// meta/layouts.py, which explain each field: setup.py writes them to build/tables.h
-// (csrc/generate/tables.py).
+// Formats, layouts and activations as data. The rows come from meta/formats.py and meta/layouts.py, which
+// explain each field: setup.py writes them to build/tables.h (csrc/generate/tables.py).
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -20,11 +19,11 @@ using Names = std::span<const std::string_view>;
 enum class Element : uint8_t;
 enum class Scale : uint8_t;  // the types of block scales; each belongs to one element
 enum class Order : uint8_t;
-enum class AFormat : uint8_t;  // how `moe` quantises activations in front of each product
+enum class AFormat : uint8_t;  // how `moe` quantises activations before each product
 enum class GateFunction : uint8_t;
 
-// What the 16 codes of an element stand for. `unit` times a value is an integer, and with `offset` added it
-// is an unsigned byte: what the int8 kernels multiply.
+// The values of an element's 16 codes. `unit` times a value is an integer. With `offset` added it is an
+// unsigned byte, which the int8 kernels multiply.
 struct Codes {
   float values[16];
   int unit, offset;
@@ -42,9 +41,9 @@ struct Format {
   std::string_view name;
   Element element;
   int block;              // elements along K that share one block scale
-  Scale scale;            // that quantize makes
-  Dtypes scale_dtypes;    // of block scales that are taken: those of quantize, and others
-  Dtypes packed_dtypes;   // of codes that are taken
+  Scale scale;            // the block scales that quantize makes
+  Dtypes scale_dtypes;    // accepted dtypes of block scales: those of quantize, and others
+  Dtypes packed_dtypes;   // accepted dtypes of codes
   bool has_global_scale;  // a float32 factor for each matrix on top of the block scales
 
   int64_t num_blocks(int64_t k) const { return (k + block - 1) / block; }
@@ -54,26 +53,26 @@ struct Layout {
   std::string_view name;
   Order order;
   int n_multiple, k_multiple, k_padding;  // N and K are multiples of these; K is padded with zeros to one
-  std::optional<ScalarType> scale_dtype;  // of the block scales, whatever the format
+  std::optional<ScalarType> scale_dtype;  // dtype of the block scales, for every format
   Dtypes scale_dtypes;                    // the same, or empty
-  bool has_factor;                        // a float32 factor for each matrix, whatever the format
-  Names formats;                          // that it holds
-  Names a_formats;                        // of moe, that give activations its kernels read; empty: all
-  Dtypes a_dtypes;                        // of such activations; empty: all
-  std::string_view a_layout;              // the order of fp8 ones: the `layout` of quantize_fp8
+  bool has_factor;                        // a float32 factor for each matrix, for every format
+  Names formats;                          // formats that the layout can hold
+  Names a_formats;                        // a_format values of moe that its kernels accept; empty: all
+  Dtypes a_dtypes;                        // dtypes of such activations; empty: all
+  std::string_view a_layout;              // the order of fp8 activations: the `layout` of quantize_fp8
   bool native;                            // only the native CUDA kernels read it
 
   int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
 
-  // Whether with this `a_format` of moe its kernels may read activations in their own dtype.
+  // True if, with this `a_format` of moe, the layout's kernels may read unquantised activations.
   bool leaves(std::string_view a_format) const {
-    if (a_format == "int8") return native;  // few rows are left
+    if (a_format == "int8") return native;  // few rows stay as they are
     const bool may = a_formats.empty() || std::ranges::find(a_formats, "none") != a_formats.end();
     return a_format == "none" || (a_format == "auto" && may);
   }
 };
 
-// What stands between an expert's two products.
+// The function between an expert's two products.
 struct Activation {
   using Function = GateFunction;
 
@@ -85,7 +84,7 @@ struct Activation {
   float up_offset;
   bool gated;
 
-  // Rows of the first weight for each column of the second.
+  // The number of rows of the first weight for each column of the second.
   int64_t parts() const { return gated ? 2 : 1; }
 };
 
@@ -95,7 +94,7 @@ struct Activation {
 
 namespace fp4 {
 
-// The entry of a table with this name, which must be there.
+// The table entry with this name. It must exist.
 template <typename T, size_t n>
 constexpr const T& entry(const T (&table)[n], std::string_view name) {
   return *std::find_if(std::begin(table), std::end(table), [&](const T& t) { return t.name == name; });

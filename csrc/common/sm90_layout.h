@@ -1,33 +1,37 @@
-// The weight layouts of the Hopper kernels: where each bit lies. For the CPU, which makes and undoes them,
-// and for the kernels that do the same on the device. Knows no torch.
+// The weight layouts of the Hopper kernels: the place of each bit. The CPU uses this to convert weights, and
+// kernels use it to do the same on the device. Uses no torch.
 //
-// A matrix is e2m1 codes with one e4m3 scale for `scale_block` k, 16 or 32, and K padded to a multiple of 128
-// with zero codes. It is cut into 16 rows by 128 k, which are 1024 bytes of codes and 2048 / scale_block of
-// scales:
+// A matrix is e2m1 codes with one e4m3 scale for `scale_block` k, 16 or 32. K is padded to a multiple of 128
+// with zero codes. The matrix is cut into pieces of 16 rows by 128 k. A piece has 1024 bytes of codes and
+// 2048 / scale_block bytes of scales:
 //
 //   codes   [N/16][Kp/128][2][32 lanes][16 B]    scales  [N/16][Kp/128][8 g][256 / scale_block B]
 //
-// Lane 4g + t holds four blocks of 16 codes: number 2c + r (c, r < 2) is the block block_of(t, c) of those
-// eight of row 2g + r. Rows 2g and 2g + 1 are rows g and g + 8 of the mma, so that a token's two accumulators
-// are neighbours in N. Its codes are four words of 64 bits, w[2i + j] (i, j < 2): in half i at its slot, byte
-// 8j. Among the bytes of g, the scale of each block is at scale_at: where every block has one, a lane's four
-// lie side by side, in the order of their numbers.
+// Lane 4g + t holds four blocks of 16 codes. Its block number 2c + r (c, r < 2) is block block_of(t, c) of
+// the eight blocks of row 2g + r. Rows 2g and 2g + 1 are rows g and g + 8 of the mma, so the two accumulators
+// of a token are neighbours in N. The lane's codes are four words of 64 bits, w[2i + j] (i, j < 2). Word w[2i
+// + j] is in half i, at the lane's slot, byte 8j. The scale of each block is at scale_at among the bytes of
+// g. If every block has a scale of its own, a lane's four scales are side by side, in the order of their
+// numbers.
 //
-// Sm90 (layout sm90): blocks t and 4 + t, one of each 64 k, a word each; two lanes share four scales of 32.
-// Bits of code k of a block: the magnitude at 32 (k / 8) + 16 (k / 4 % 2) + 4 (k % 4) and two more, the sign
-// at 32 (k / 8) + 8 (k % 4) + 7, or 3 where k / 4 is odd. The scale byte is the e4m3 byte, which has no sign,
-// with bit 7 set where its mantissa is 0 or 7 (where 1.5 times the scale needs no extra step).
+// Sm90 (layout sm90): a lane holds blocks t and 4 + t, one of each 64 k, and each block is one word. With
+// scales for 32 k, two lanes share four scales. Code k of a block has its magnitude at bit 32 (k / 8) + 16 (k
+// / 4 % 2) + 4 (k % 4) and the next two bits. Its sign is at bit 32 (k / 8) + 8 (k % 4) + 7, or + 3 if k / 4
+// is odd. The scale byte is the e4m3 byte, which has no sign. Its bit 7 is set if its mantissa is 0 or 7
+// (then 1.5 times the scale needs no extra step).
 //
-// MmaBf16 (layout mma_bf16): blocks 2t and 2t + 1, for products in bf16; a lane has two scales of 32. Word
-// i holds codes 2i, 2i + 1, 2i + 8 and 2i + 9 of all four blocks: what lane i of a product's quad multiplies
-// where K is in plain order. So prefill, whose lanes read word t of every lane of their quad, takes
-// activations as they are; and decode, which brings activations into any order, reads whole blocks, with a
-// scale for 16 codes. Codes k and k + 1 (k even) are the pair p = 4c + 2 (k / 8) + r of their word. With R =
-// {0, 4, 10, 8, 2, 6, 12, 14}, in its half of the word, rotated left by R[p], the first has its sign at bit
-// 15 and its magnitude at bits 6 to 8, the second 16 bits higher. Pairs 0 to 2 are in the lower half and 4 to
-// 6 in the upper; 3 and 7 are in the 32 bits that have the bits 0, 1, 9, 10 (mod 16) of the lower and the
-// others of the upper. The scale byte is 8 (exponent + 10) + mantissa, of its three bits, or zero for a zero
-// scale, whose codes are zero, too.
+// MmaBf16 (layout mma_bf16): a lane holds blocks 2t and 2t + 1, for products in bf16. With scales for 32 k, a
+// lane has two. Word i holds codes 2i, 2i + 1, 2i + 8 and 2i + 9 of all four blocks. These are the codes that
+// lane i of a quad multiplies if K is in plain order. Prefill lanes read word t of every lane of their quad
+// and need no reordering of activations. Decode reorders activations anyway and reads whole blocks, with one
+// scale for 16 codes.
+//
+// Codes k and k + 1 (k even) are pair p = 4c + 2 (k / 8) + r of their word. A pair is stored in a half of the
+// word, rotated. Rotating that half left by R[p], with R = {0, 4, 10, 8, 2, 6, 12, 14}, brings the first
+// code's sign to bit 15 and its magnitude to bits 6 to 8; the second code is 16 bits higher. Pairs 0 to 2 are
+// in the lower half of the word, pairs 4 to 6 in the upper. Pairs 3 and 7 are in the 32 bits made of the bits
+// 0, 1, 9, 10 (mod 16) of the lower half and the other bits of the upper half. The scale byte is 8 (exponent
+// + 10) + mantissa (three bits). It is zero for a zero scale, whose codes are zero, too.
 #pragma once
 
 #include <cstdint>
@@ -40,11 +44,12 @@
 
 namespace fp4 {
 
-// A tile of a weight: rows, k of a step, and the bytes of codes of these.
+// A tile of a weight: its rows, its k, and the bytes of its codes.
 inline constexpr int kTileRows = 16, kStepK = 128, kTileCodes = kTileRows * kStepK / 2;
 
 struct Sm90 {
-  static constexpr FP4_BOTH int lane_of(int block) { return block % 4; }  // of eight, and its c
+  // The lane that holds one of a row's eight blocks, and the block's c.
+  static constexpr FP4_BOTH int lane_of(int block) { return block % 4; }
   static constexpr FP4_BOTH int part_of(int block) { return block / 4; }
   static constexpr FP4_BOTH int block_of(int t, int c) { return 4 * c + t; }
   static constexpr FP4_BOTH int slot(int g, int t) { return 4 * g + t; }
@@ -53,10 +58,10 @@ struct Sm90 {
     const int shared = scale_block / 16;
     return block % 4 / shared * 4 + block / 4 * 2 + r;
   }
-  // Where the four bytes begin that a lane reads, among those of 16 rows by 128 k.
+  // The first of the four scale bytes that a lane reads, among those of 16 rows by 128 k.
   static constexpr FP4_BOTH int scales_of(int lane, int scale_block) { return lane * 16 / scale_block * 4; }
 
-  // Where bit 0 to 2 of the magnitude of code k, or its sign (3), is in its word.
+  // The position in its word of bit 0, 1 or 2 of the magnitude of code k, or of its sign (bit 3).
   static constexpr FP4_BOTH int bit(int, int k, int bit) {
     return k / 8 * 32 + (bit < 3 ? k / 4 % 2 * 16 + k % 4 * 4 + bit : k % 4 * 8 + (k / 4 % 2 == 0 ? 7 : 3));
   }
@@ -76,8 +81,9 @@ struct MmaBf16 {
     return block * 16 / scale_block * 2 + r;
   }
 
-  // Eight lanes of decode read 128 consecutive bytes. Sixteen of prefill, which read word 2i + j with i, j
-  // and g their own and t the same for all, find half of them in different banks of shared memory.
+  // Eight lanes of decode read 128 consecutive bytes. Sixteen lanes of prefill read word 2i + j, each with
+  // its own i, j and g and all with the same t. With this slot, half of them use other banks of shared memory
+  // than the other half.
   static constexpr FP4_BOTH int slot(int g, int t) {
     return g / 2 * 8 + t / 2 * 4 + g % 2 * 2 + ((t ^ g / 2) & 1);
   }
@@ -108,14 +114,15 @@ struct MmaBf16 {
 // Bytes of the scales of 16 rows by `k`.
 constexpr FP4_BOTH int sm90_scales(int k, int scale_block) { return 16 * k / scale_block; }
 
-// What a lane holds: bytes into the codes of its matrix, and into the scales for those of its g.
+// The data of a lane: offsets in bytes into the codes of its matrix, and into the scales for the codes of its
+// g.
 struct Sm90Lane {
   int64_t codes, scales;
 
   constexpr FP4_BOTH int64_t word(int i) const { return codes + i / 2 * 512 + i % 2 * 8; }
 };
 
-// Of the `tile`-th 16 rows and the `step`-th 128 k, of a matrix of `steps`.
+// The lane's data for the `tile`-th 16 rows and the `step`-th 128 k, in a matrix of `steps` steps.
 template <class Bits>
 constexpr FP4_BOTH Sm90Lane sm90_lane(int64_t tile, int64_t step, int64_t steps, int g, int t,
                                       int scale_block) {

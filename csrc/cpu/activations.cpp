@@ -11,8 +11,8 @@
 namespace fp4::cpu {
 namespace {
 
-// make(i, begin, end, row) writes [begin, end) of row i. It is kept until the rows are made, so it holds what
-// it needs by value.
+// make(i, begin, end, row) writes the values [begin, end) of row i. It is kept until the phase runs, so it
+// must hold what it needs by value.
 template <typename F>
 Activations owned_rows(RowKind kind, int64_t rows, int64_t stride, int64_t work, Pieces pieces,
                        const F& make) {
@@ -28,7 +28,7 @@ Activations owned_rows(RowKind kind, int64_t rows, int64_t stride, int64_t work,
   return {kind, to, stride, std::move(owned), std::move(fill), pieces};
 }
 
-// Rows of float32, padded with zeros; fill(i, begin, end, to) writes those values of row i.
+// Float32 rows, padded with zeros. fill(i, begin, end, to) writes the values [begin, end) of row i.
 template <typename F>
 Activations float_rows(int64_t rows, int64_t k, Pieces pieces, const F& fill) {
   const int64_t kp = padded_k(k), stride = kp * sizeof(float);
@@ -43,7 +43,7 @@ Activations float_rows(int64_t rows, int64_t k, Pieces pieces, const F& fill) {
                     });
 }
 
-// Rows whose values depend on each other.
+// Float32 rows that must be filled as a whole, because their values depend on each other.
 template <typename F>
 Activations whole_float_rows(int64_t rows, int64_t k, const F& fill) {
   return float_rows(rows, k, {k, std::max<int64_t>(k, 1)},
@@ -57,8 +57,8 @@ Activations int8_rows(int64_t rows, int64_t k, Scale weight, const F& prepare) {
   return owned_rows(RowKind::int8, rows, stride, k, {k, Pieces::kPiece}, prepare);
 }
 
-// One row of x to FP4 and back: a matrix of its own, so that no row depends on another. A row with a NaN or
-// an infinity, which have no code, becomes NaN.
+// Quantises one row of x to FP4 and back. The row is a matrix of its own, so no row depends on another. A row
+// with a NaN or an infinity, which have no code, becomes NaN.
 void round_trip_packed(const Format& format, const void* x, DType dtype, int64_t k, float* row) {
   bool finite = true;
   const float amax = max_magnitude(x, dtype, k, &finite);
@@ -142,7 +142,7 @@ Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, i
   switch (a_format) {
     case AFormat::none:
       return prepare_floating(x, dtype, rows, k);
-    case AFormat::automatic:  // the fast path here
+    case AFormat::automatic:  // the fastest on a CPU is int8
     case AFormat::int8:
       return int8_rows(rows, k, weight, [=, &kn](int64_t i, int64_t begin, int64_t end, uint8_t* row) {
         int8_t codes[Pieces::kPiece];
@@ -156,7 +156,7 @@ Activations quantize_and_prepare(AFormat a_format, const void* x, DType dtype, i
         const float scale = quantize_row_fp8(row_of(i), dtype, k, codes.data());
         dequantize_row_fp8(codes.data(), k, scale, row);
       });
-    default:  // the name of a format
+    default:  // the others are names of formats
       break;
   }
   const Format& format = entry(kFormats, kAFormatNames[int(a_format)]);

@@ -1,8 +1,7 @@
-// AMX's eight tile registers: 16 rows of 64 bytes each. Exactly what a kernel needs of them, and nothing
-// else.
+// AMX's eight tile registers of 16 rows of 64 bytes each, with only the operations that the kernels need.
 //
-// With FP4_EMULATED_TILES the tiles are arrays of the thread, and their instructions are loops. So tests run
-// a kernel's indexing and packing where there is no AMX (tests/kernels_cpu/test_tiles.py).
+// With FP4_EMULATED_TILES, tiles are thread-local arrays and their instructions are loops. Tests can then run
+// a kernel's indexing and packing without AMX (tests/kernels_cpu/test_tiles.py).
 #pragma once
 
 #include <cstdint>
@@ -41,7 +40,7 @@ class TileScope {
   TileScope(const TileScope&) = delete;
 };
 
-// A tile that is used outside of a TileScope ends the process, as on a processor.
+// Using a tile outside of a TileScope ends the process, as on a processor.
 inline uint8_t* emulated_tile(int tile) {
   if (!emulated_tiles.configured) __builtin_trap();
   return emulated_tiles.bytes[tile];
@@ -62,7 +61,7 @@ inline void tile_store(float* to) {
   std::memcpy(to, emulated_tile(tile), kTileBytes);
 }
 
-// Subnormal operands and results count as zero.
+// Subnormal operands and results count as zero, as on a processor.
 inline float emulated_bf16(const uint8_t* at) {
   uint16_t half;
   std::memcpy(&half, at, 2);
@@ -90,8 +89,8 @@ inline void tile_dot_bf16() {
 
 #else
 
-// Whether the processor has tiles with products of bfloat16, and the system lets this process use them. Linux
-// gives the space for them in a thread's saved state only to a process that asks.
+// True if the processor has tiles with bfloat16 products and the system lets this process use them. Linux
+// reserves space for tiles in a thread's saved state only if the process asks.
 inline bool tiles_supported() {
   constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22;
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // arch_prctl: ARCH_REQ_XCOMP_PERM
@@ -100,8 +99,8 @@ inline bool tiles_supported() {
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-// The calling thread's tiles, all of 16 x 64 bytes, from here to the end of the scope. Released tiles cost
-// nothing when the system saves the thread's state.
+// Configures the calling thread's tiles, all of 16 x 64 bytes, until the end of the scope. Released tiles
+// cost nothing when the system saves the thread's state.
 class TileScope {
  public:
   TileScope() {
@@ -120,8 +119,8 @@ class TileScope {
   TileScope(const TileScope&) = delete;
 };
 
-// The compiler's own intrinsics are macros that want a literal number. "memory", since it does not see which
-// bytes are read.
+// The compiler's own intrinsics are macros that need a literal number. "memory" is there because the compiler
+// does not see which bytes are read.
 template <int tile>
 [[gnu::always_inline]] inline void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(tile));
@@ -138,7 +137,7 @@ template <int tile>
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t(kTileRowBytes)), "i"(tile) : "memory");
 }
 
-// c [16][16] += a [16][32] . b [16 pairs][16][2], of bfloat16 in float32.
+// c [16][16] += a [16][32] . b [16 pairs][16][2]: bfloat16 products, float32 sums.
 template <int c, int a, int b>
 [[gnu::always_inline]] inline void tile_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(c), "i"(a), "i"(b));

@@ -1,4 +1,4 @@
-// What the AVX-512 kernels share; each file compiles it for itself (see common/convert.h on linkage).
+// Parts that the AVX-512 kernels share. Each file compiles its own copy (see common/convert.h on linkage).
 #pragma once
 
 #include <immintrin.h>
@@ -10,11 +10,11 @@
 namespace fp4::cpu {
 namespace {
 
-// How many bytes ahead of its loads a kernel asks for weights. Panels follow each other in memory, so this
-// reaches into the next one, across the page borders at which hardware prefetchers stop.
+// How many bytes ahead a kernel prefetches weights. Panels follow each other in memory, so this reaches into
+// the next panel. It crosses page borders, where hardware prefetchers stop.
 constexpr int kPrefetch = fitted::avx512::prefetch_bytes;
 
-// The block scales of 16 rows as float32, times 1 / kScaleUnit.
+// load_scales returns the block scales of 16 rows as float32, times 1 / kScaleUnit.
 template <Scale scale>
 inline constexpr float kScaleUnit = scale == Scale::e4m3 ? 256.f : 1.f;
 
@@ -22,8 +22,8 @@ template <Scale scale>
 inline __m512 load_scales(const uint8_t* p) {
   [[maybe_unused]] const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   if constexpr (scale == Scale::e4m3) {
-    // The bits of e4m3 are those of a float16 whose exponent bias is 8 larger: value * 2^-8, sign moved
-    // apart.
+    // The bits of e4m3 are those of a float16 with an exponent bias that is 8 larger, and so of value * 2^-8.
+    // The sign must move up by one bit.
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     const __m256 sign_copy = _mm256_castsi256_ps(_mm256_set1_epi16(int16_t(0xbfff)));
     return _mm512_cvtph_ps(_mm256_castps_si256(_mm256_and_ps(_mm256_castsi256_ps(wide), sign_copy)));
@@ -33,16 +33,16 @@ inline __m512 load_scales(const uint8_t* p) {
   } else if constexpr (scale == Scale::f32) {
     return _mm512_loadu_ps(p);
   } else {
-    // Byte 0 is 2^-127, a subnormal; byte 255 (NaN) becomes infinity, which no sum hides.
+    // Byte 0 is 2^-127, a subnormal. Byte 255 (NaN) becomes infinity, which makes every sum infinite or NaN.
     const __m512i exponent = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23);
     return _mm512_castsi512_ps(_mm512_max_epu32(exponent, _mm512_set1_epi32(0x00400000)));
   }
 }
 
-// Few rows would wait for one chain of additions: they take several.
+// With few rows, one chain of additions would have to wait for each addition. Several chains do not.
 constexpr int chains_for(int count) { return count <= 2 ? 4 : count <= 4 ? 2 : 1; }
 
-// sum += b_scale * the chains of a block, row by row.
+// For each row: sum += b_scale * (the chains of a block, added up).
 template <int count, int chains>
 [[gnu::always_inline]] inline void add_block(const __m512 (&dot)[count][chains], __m512 b_scale,
                                              __m512 (&sum)[count]) {

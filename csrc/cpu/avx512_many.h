@@ -1,4 +1,4 @@
-// What the AVX-512 kernels for many rows share: those of AMX, and those of vdpbf16ps.
+// Parts that the AVX-512 kernels for many rows share: those with AMX and those with vdpbf16ps.
 #pragma once
 
 #include "cpu/avx512.h"
@@ -8,7 +8,7 @@ namespace {
 
 inline __m512i load64(const void* p) { return _mm512_loadu_si512(p); }
 
-// to[i][j] = r[j][i], of 32-bit values.
+// Transposes r as a matrix of 16 x 16 values of 32 bits, in place.
 [[gnu::always_inline]] inline void transpose(__m512i (&r)[16]) {
   __m512i t[16];
 #pragma GCC unroll 8
@@ -23,7 +23,7 @@ inline __m512i load64(const void* p) { return _mm512_loadu_si512(p); }
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
     r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
   }
-  // r[4 a + c] holds, in its lane b, rows 4 a to 4 a + 3 of column 4 b + c.
+  // Lane b of r[4 a + c] now holds rows 4 a to 4 a + 3 of column 4 b + c.
 #pragma GCC unroll 4
   for (int c = 0; c < 4; ++c) {
     const __m512i ab_low = _mm512_shuffle_i32x4(r[c], r[4 + c], 0x88);
@@ -39,10 +39,10 @@ inline __m512i load64(const void* p) { return _mm512_loadu_si512(p); }
   for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-// Where products with the weights keep far from the ends of float32's range.
+// With e8m0 bytes in this range, products with the weights stay far from the ends of float32's range.
 inline constexpr int kE8m0Low = 64, kE8m0High = 190;
 
-// Whether codes times the panel's scales are exact in bfloat16.
+// True if codes times the panel's scales are exact in bfloat16.
 template <Scale scale>
 inline bool has_bf16_products(const Panel& panel) {
   if constexpr (scale == Scale::e4m3) return true;

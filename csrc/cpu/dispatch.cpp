@@ -1,4 +1,4 @@
-// Which kernels this process uses: decided once, at the first call.
+// Decides which kernels this process uses, once, at the first call.
 #include <cstdlib>
 #include <stdexcept>
 #include <string>
@@ -9,7 +9,8 @@ namespace fp4::cpu {
 namespace {
 
 #if defined(__x86_64__)
-// Made here and not in the kernels' file, whose code for static data might need what the processor lacks.
+// Built here because initialising static data in the kernels' file might execute instructions that the
+// processor lacks.
 const Kernels& with_bf16() {
   static const Kernels kernels = [] {
     Kernels k = kAvx512Kernels;
@@ -21,7 +22,7 @@ const Kernels& with_bf16() {
   return kernels;
 }
 
-// Few rows of bfloat16 by vfmadd: see `preferred`.
+// Few bfloat16 rows use vfmadd: see `preferred`.
 const Kernels& with_tiles() {
   static const Kernels kernels = [] {
     Kernels k = kAvx512Kernels;
@@ -49,8 +50,8 @@ bool supported(const Kernels& k) {
          (k.tiles == nullptr || k.tiles->supported());
 }
 
-// Unless it is asked for. vdpbf16ps is slower than vfmadd on Intel's processors: 80 GFLOP/s of 105 on an
-// Emerald Rapids, one thread (docs/kernels.md).
+// False for kernels that run only on request. On Intel's processors vdpbf16ps is slower than vfmadd: 74
+// GFLOP/s instead of 106 on one thread of an Emerald Rapids (docs/kernels.md).
 bool preferred([[maybe_unused]] const Kernels& k) {
 #if defined(__x86_64__)
   if (&k == &with_bf16()) return !__builtin_cpu_is("intel");
@@ -59,7 +60,7 @@ bool preferred([[maybe_unused]] const Kernels& k) {
 }
 
 const Kernels& choose() {
-  // Best first; the last runs anywhere.
+  // The best are first. The last runs on any processor.
   const Kernels* const families[] = {
 #if defined(__x86_64__)
       &with_tiles(), &with_bf16(), &kAvx512Kernels, &kAvx2Kernels,

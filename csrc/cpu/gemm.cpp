@@ -13,7 +13,7 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-// The panels of one expert's matrix: in place where the layout stores panels, else packed into `scratch`.
+// Reads panels of one expert's matrix: in place if the layout stores panels, else packed into `scratch_`.
 class PanelReader {
  public:
   explicit PanelReader(const Weight& weight)
@@ -41,7 +41,7 @@ class PanelReader {
 
 Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t rows_per_a,
                     std::vector<int64_t>* position) {
-  std::vector<int64_t> next(groups + 1);  // where each expert's next row goes
+  std::vector<int64_t> next(groups + 1);  // the position of each expert's next row
   const auto valid = [&](int64_t id) { return id >= 0 && id < groups; };
   for (int64_t i = 0; i < count; ++i)
     if (valid(ids[i])) ++next[ids[i] + 1];
@@ -68,7 +68,7 @@ struct Product::Scratch {
 
   PanelReader readers[2];
   Buffer unpacked;  // two panels for tiles
-  Buffer sums;      // of a unit of tiles
+  Buffer sums;      // the results of one unit
 };
 
 Product::Product(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype)
@@ -109,7 +109,7 @@ Phase Product::pack() {
 }
 
 Phase Product::multiply() {
-  // A thread should get so many multiply-adds before it is worth waking.
+  // A thread should get at least `multiply_adds` of work, or it is not worth waking.
   const int64_t cost_work = (w_.k + 1) * kPanelRows;
   return {cost_, std::max<int64_t>(1, fitted::grains::multiply_adds / cost_work),
           [this](int64_t begin, int64_t end) { run(begin, end); }};
@@ -123,7 +123,7 @@ void Product::pack_blocks(int64_t begin, int64_t end) {
   }
 }
 
-// The units that begin in this part of the cost.
+// The range of units that begin in the part [begin, end) of the total cost.
 std::pair<int64_t, int64_t> Product::units_in(const Units& u, int64_t begin, int64_t end) const {
   const auto from = [&](int64_t cost) {
     return cost <= u.first_cost ? 0 : std::min(u.count, ceil_div(cost - u.first_cost, u.cost));
@@ -217,7 +217,7 @@ void Product::run_tiles(size_t s, int64_t begin, int64_t end, Scratch& scratch) 
   }
 }
 
-// tile [count][panels][16] to the output rows of the positions from `position` on.
+// Stores tile [count][panels][16] to the output rows of the positions from `position` on.
 void Product::store(const Segment& segment, int64_t position, int count, int64_t panel, int panels,
                     const float* tile) const {
   const Kernels& kn = kernels();

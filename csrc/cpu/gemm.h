@@ -1,5 +1,6 @@
-// What every matrix product shares: one parallel loop over (expert, panel of 16 weight rows) that multiplies
-// the expert's activation rows with the panel, or with two where many rows meet them in tiles.
+// The parallel loop that all matrix products share. It runs over (expert, panel of 16 weight rows) and
+// multiplies the panel by the expert's activation rows. If an expert has many rows, it uses tiles and takes
+// two panels at a time.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +28,8 @@ struct Weight {
   BlockScales block_scales() const { return {format->block, scale}; }
 };
 
-// `count` rows that meet one expert: positions begin, begin + 1, ... Position p stands for activation row
-// a_index[p] and output row out_index[p]; without an index, for p itself.
+// `count` rows of one expert, at positions begin, begin + 1, ... Position p has activation row a_index[p] and
+// output row out_index[p]. If an index is empty, position p has row p.
 struct Segment {
   int64_t expert, begin, count;
 };
@@ -38,29 +39,30 @@ struct Rows {
   std::vector<int64_t> a_index, out_index;
 };
 
-// Rows sorted by expert, in their order: ids [count], those outside [0, groups) left out. Row i is activation
-// row i / rows_per_a. `position`, if wanted, gets each row's place after sorting, or -1.
+// Sorts rows by expert (stable). ids [count] are the experts; rows with an id outside [0, groups) are left
+// out. Row i is activation row i / rows_per_a. `position`, if not null, gets each row's place after sorting,
+// or -1.
 Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t groups, int64_t rows_per_a,
                     std::vector<int64_t>* position);
 
 // out[row] [n] = a[row] . weight[expert]^T * global_scale[expert] + bias[expert], for the rows of each
-// segment; other rows of out are left alone. `a`, `rows` and `out` must live until the phases have run.
+// segment. Other rows of out are not written. `a`, `rows` and `out` must live until the phases have run.
 class Product {
  public:
   Product(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype);
   ~Product();
 
-  // What runs after a's own `fill`: first packs rows, then multiplies. Both refer to this.
+  // The phases that run after a's own `fill`: first pack, then multiply. Both use this object.
   Phase pack();
   Phase multiply();
 
  private:
-  // The units of work of one segment: `count` of them, each worth `cost` products of a panel with kTokenBlock
-  // rows. Of rows in tiles a unit is two panels and at most kTileBlocks blocks of 16 rows, else one panel and
-  // at most kTokenBlock rows. They are ordered by panel, so that a run of them meets each panel once, in the
-  // order of memory.
+  // The units of work of one segment. There are `count`, and each costs as much as `cost` products of a panel
+  // with kTokenBlock rows. With tiles, a unit is two panels and at most kTileBlocks blocks of 16 rows.
+  // Otherwise it is one panel and at most kTokenBlock rows. Units are ordered by panel, so a run of them
+  // reads each panel once and in the order of memory.
   struct Units {
-    int64_t blocks, first_block;  // of 16 rows in tiles; none where the segment has few rows
+    int64_t blocks, first_block;  // of 16 rows for tiles; 0 if the segment has few rows
     int64_t row_groups, count, cost, first_cost;
   };
   struct Scratch;
@@ -85,16 +87,16 @@ class Product {
   const int64_t kp_, panels_;
   std::vector<Units> units_;
   int64_t cost_ = 0;
-  std::vector<Segment> blocks_;  // of rows for tiles: at most 16 positions each
+  std::vector<Segment> blocks_;  // blocks of rows for tiles, at most 16 positions each
   int64_t block_bytes_ = 0;
-  Buffer packed_;  // the blocks
-  // What parts have used of tiles' scratch memory, for the next ones: a fresh page costs more than to fill
-  // it.
+  Buffer packed_;  // the packed blocks
+  // Scratch memory for tiles that finished parts have returned. Later parts reuse it, because a fresh page
+  // costs more than filling it.
   std::mutex mutex_;
   std::vector<std::unique_ptr<Scratch>> scratch_;
 };
 
-// The whole of one product, a's `fill` included.
+// Runs one product, including a's `fill`.
 void gemm(const Activations& a, const Weight& weight, const Rows& rows, void* out, DType out_dtype);
 
 }  // namespace fp4::cpu

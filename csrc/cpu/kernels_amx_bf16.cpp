@@ -1,19 +1,21 @@
-// Many rows an expert, with AMX's products of bfloat16 (Sapphire Rapids and later): 16 weight rows x 16
-// activation rows x 32 k an instruction.
+// Kernels for many rows an expert, with AMX's bfloat16 products (Sapphire Rapids and later). One instruction
+// multiplies 16 weight rows x 16 activation rows x 32 k.
 //
-// Every kind of activation row goes this way. bfloat16 rows are what they are. int8 codes are exact in
-// bfloat16, and each 32 of them share a scale, which is one instruction's k. AMX has products of int8 too, of
-// 64 k: with a scale every 32 k half of each would be idle, and the scales of nvfp4, one for 16 k, could not
-// be in the weights. float32 rows are the sum of three bfloat16 planes, exactly.
+// All kinds of activation rows use bfloat16 products. bfloat16 rows stay as they are. int8 codes are exact in
+// bfloat16, and the 32 codes that share a scale are the k of one instruction. AMX also has int8 products of
+// 64 k, but with a scale every 32 k half of each would be unused, and the scales of nvfp4, one for 16 k,
+// could not be multiplied into the weights. float32 rows are split into three bfloat16 planes, whose sum is
+// exact.
 //
-// Weights become bfloat16 once for all rows of a group. e2m1 times e4m3 is exact in bfloat16, and e2m1 times
-// e8m0 is but at the ends of the range, so sums stay in tiles over all of K ("scaled" weights). Other weights
-// stay bare codes, and each block's sums meet its scales in float32.
+// Weights are converted to bfloat16 once for all rows of a group. e2m1 times e4m3 is exact in bfloat16, and
+// e2m1 times e8m0 is exact except at the ends of the range. Such weights are "scaled": they include their
+// scales, and sums stay in tiles over all of K. Other weights stay plain codes, and the sums of each block
+// are multiplied by its scales in float32.
 //
-// A tile of weights is the left operand, so that 16 activation rows lie side by side in a tile of sums: their
-// int8 scales are then one vector. Within eight k the order of a panel's pairs is 0 4, 1 5, 2 6, 3 7 (see
-// kernels_avx512_bf16.cpp), and rows are packed to meet it. bfloat16 subnormals and subnormal sums count as
-// zero.
+// A tile of weights is the left operand. A row of a tile of sums then has 16 activation rows side by side,
+// and their int8 scales are one vector. Within eight k a panel has the pairs 0 4, 1 5, 2 6, 3 7 (see
+// kernels_avx512_bf16.cpp), and rows are packed in the same order. bfloat16 subnormals and subnormal sums
+// count as zero.
 #include "cpu/amx_tiles.h"
 #include "cpu/avx512_many.h"
 
@@ -21,8 +23,8 @@ namespace fp4::cpu {
 namespace {
 
 constexpr int kStep = 32;                      // k of one tile
-constexpr int kSums = kTileRows * kPanelRows;  // of one tile of sums
-// Tiles of sums that wait for their scales.
+constexpr int kSums = kTileRows * kPanelRows;  // floats in one tile of sums
+// The number of stored tiles of sums that wait for their scales.
 constexpr int64_t kScratch = fitted::amx_bf16::waiting_sums;
 
 int64_t planes_of(RowKind kind) { return kind == RowKind::floating ? 3 : 1; }
@@ -34,7 +36,7 @@ int64_t rows_bytes(RowKind kind, int64_t k) {
   return scales_at(kind, k) + scales;
 }
 
-// A panel's tiles, then its scales by step, as float32 [k / 32][16].
+// An unpacked panel is its tiles, followed by its scales for each step as float32 [k / 32][16].
 int64_t weight_scales_at(int64_t k) { return k / kStep * kTileBytes; }
 
 int64_t panel_bytes(int64_t k) {
@@ -43,18 +45,18 @@ int64_t panel_bytes(int64_t k) {
 
 // --- rows ---
 
-// 16 values whose lower halves are zero as bfloat16.
+// Converts 16 float32 values whose lower halves are zero to bfloat16.
 __m256i upper_halves(__m512i v) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(v, 16)); }
 
 __m512i join(__m256i low, __m256i high) { return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1); }
 
-// Each group of eight 16-bit values ordered 0 1 2 3 4 5 6 7 -> 0 4 1 5 2 6 3 7.
+// Reorders each group of eight 16-bit values from 0 1 2 3 4 5 6 7 to 0 4 1 5 2 6 3 7.
 __m512i pair_fours(__m512i v) {
   const __m128i order = _mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
   return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(order));
 }
 
-// An Int8Row's groups of eight are ordered 0 2 4 6 1 3 5 7.
+// The same for values of an Int8Row, whose groups of eight have the order 0 2 4 6 1 3 5 7.
 __m512i pair_int8(__m512i v) {
   const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(order));
@@ -68,14 +70,15 @@ __m512i codes_as_bf16(const uint8_t* codes) {
   return join(half(codes), half(codes + 16));
 }
 
-// The three planes of 32 float32: each takes the eight upper bits of what is left, and no bit remains. What
-// is not finite is in the first plane alone.
+// Splits 32 float32 values into three bfloat16 planes. Each plane takes the upper eight significant bits of
+// the rest, so no bit remains. Values that are not finite are in the first plane only.
 void split(const float* x, __m512i planes[3]) {
   __m256i halves[2][3];
   for (int i = 0; i < 2; ++i) {
     __m512 left = _mm512_loadu_ps(x + 16 * i);
     const __mmask16 finite = _mm512_cmp_ps_mask(_mm512_abs_ps(left), _mm512_set1_ps(HUGE_VALF), _CMP_LT_OQ);
-    // A NaN may have its bits in the lower half only; its sum is a quiet one.
+    // A NaN may have its bits only in the lower half. Adding it to itself makes it a quiet NaN, with a bit in
+    // the upper half.
     left = _mm512_mask_blend_ps(finite, _mm512_add_ps(left, left), left);
     for (int p = 0; p < 3; ++p) {
       const __m512i top = _mm512_and_si512(_mm512_castps_si512(left), _mm512_set1_epi32(int(0xffff0000)));
@@ -86,8 +89,8 @@ void split(const float* x, __m512i planes[3]) {
   for (int p = 0; p < 3; ++p) planes[p] = join(halves[0][p], halves[1][p]);
 }
 
-// Blocks of rows are tiles [k / 32][planes][16 pairs of k][16 rows][2]; behind them those of int8 rows have
-// their scales [k / 32][16].
+// A block of rows is tiles [k / 32][planes][16 pairs of k][16 rows][2]. For int8 rows, their scales [k /
+// 32][16] follow.
 void pack_rows(RowKind kind, const uint8_t* const* rows, int count, int64_t k, uint8_t* to) {
   const int64_t planes = planes_of(kind);
   uint8_t* tile = to;
@@ -131,7 +134,7 @@ constexpr Table table_of(Element element, float scale) {
   return table;
 }
 
-// By byte of the scale: codes times it.
+// For each byte of a scale: the 16 codes times that scale.
 alignas(64) constexpr std::array<Table, 256> kE4m3Tables = [] {
   std::array<Table, 256> tables{};
   for (int b = 0; b < 256; ++b) {
@@ -157,8 +160,8 @@ __m512i both_halves(const Table& table) {
   return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(table.data())));
 }
 
-// The 32 weights of each of 16 rows as bfloat16. table(row): by code, the upper half of it where `by_block`
-// for the upper 16 k.
+// Writes the 32 weights of each of 16 rows as bfloat16. table(row) has the value of each code; with
+// `by_block`, its upper half has the values for the upper 16 k.
 template <bool by_block, typename F>
 [[gnu::always_inline]] inline void unpack_step(const uint8_t* codes, const F& table, uint8_t* to) {
   const __m512i w[4] = {load64(codes), load64(codes + 64), load64(codes + 128), load64(codes + 192)};
@@ -184,7 +187,8 @@ template <bool by_block, typename F>
   }
 }
 
-// A panel's weights as tiles: [k / 32][16 rows][16 pairs of k][2]. Returns whether they have their scales.
+// Writes a panel's weights as tiles [k / 32][16 rows][16 pairs of k][2]. Returns whether they include their
+// scales.
 template <Scale scale>
 bool unpack(const Panel& panel, uint8_t* to) {
   constexpr Element element = element_of(scale);
@@ -224,8 +228,8 @@ bool unpack(const Panel& panel, uint8_t* to) {
 
 // --- products ---
 
-// What a product of one or two panels with one or two blocks of rows reads and writes. Sums are those of
-// panel p with block b at out[b * 2 + p], as [16 weight rows][16 activation rows].
+// The operands of a product of one or two panels with one or two blocks of rows. out[b * 2 + p] gets the sums
+// of panel p with block b, as [16 weight rows][16 activation rows].
 struct Operands {
   const uint8_t* weights[2];
   const float* weight_scales[2];
@@ -234,7 +238,7 @@ struct Operands {
   float* out[4];
 };
 
-// tile(b * 2 + p) += weights[p] . rows[b] of one step. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows.
+// tile(b * 2 + p) += weights[p] . rows[b] for one step. Tiles 0 to 3 are sums, 4 and 5 weights, 6 and 7 rows.
 template <int blocks, int panels>
 [[gnu::always_inline]] inline void dot_step(const Operands& o, int64_t s, int64_t planes) {
   tile_load<4>(o.weights[0] + s * kTileBytes);
@@ -267,7 +271,7 @@ template <int blocks, int panels>
   if constexpr (blocks == 2 && panels == 2) tile_store<3>(to[3]);
 }
 
-// All steps, whose sums stay in tiles.
+// Multiplies all steps and keeps the sums in tiles.
 template <int blocks, int panels>
 void multiply_whole(const Operands& o, int64_t steps, int64_t, int64_t planes) {
   zero_tiles<blocks, panels>();
@@ -275,12 +279,12 @@ void multiply_whole(const Operands& o, int64_t steps, int64_t, int64_t planes) {
   store_tiles<blocks, panels>(o.out);
 }
 
-// The same where sums meet scales on the way: those of rows after each step, where there are any (by_row),
-// and those of panels, where weights lack them (by_panel), each of which holds for `group` steps.
+// The same if sums must be multiplied by scales: with `by_row` by the rows' scales after each step, with
+// `by_panel` by the panel's scales, each of which holds for `group` steps.
 template <bool by_row, bool by_panel, int blocks, int panels>
 void multiply_scaled(const Operands& o, int64_t steps, int64_t group, int64_t planes) {
   alignas(64) float scratch[kScratch][4][kSums];
-  // Tiles are stored after so many steps, and so many times before their sums are added.
+  // Tiles are stored after `each` steps. After `times` stores, the stored sums are added up.
   const int64_t each = by_row ? 1 : group, times = by_row && by_panel ? std::min(kScratch, group)
                                                    : by_row           ? kScratch
                                                                       : 1;
@@ -323,7 +327,7 @@ void multiply_scaled(const Operands& o, int64_t steps, int64_t group, int64_t pl
 
 using Steps = void (*)(const Operands&, int64_t steps, int64_t group, int64_t planes);
 
-// By blocks and panels, less one.
+// The kernel for this number of blocks and panels.
 template <bool by_row, bool by_panel>
 Steps steps_for(int blocks, int panels) {
   if constexpr (!by_row && !by_panel) {
@@ -345,11 +349,11 @@ void multiply(RowKind kind, const uint8_t* rows, int row_count, const Panel* pan
   const bool by_row = kind == RowKind::int8;
   const int64_t group = std::max(1, panels[0].block / kStep);
   const TileScope scope;
-  // Two panels go together where both have their scales, or neither.
+  // Two panels are multiplied together if both include their scales, or neither does.
   const int together = count == 2 && scaled[0] == scaled[1] ? 2 : 1;
   for (int i = 0; i < blocks; i += 2) {
     const int two = std::min(2, blocks - i);
-    alignas(64) float sums[4][kSums];  // as Operands::out
+    alignas(64) float sums[4][kSums];  // in the order of Operands::out
     for (int p = 0; p < count; p += together) {
       Operands o;
       for (int j = 0; j < 2; ++j) {

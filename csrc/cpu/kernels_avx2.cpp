@@ -1,9 +1,10 @@
 // AVX2 and FMA, without VNNI.
 //
-// A panel's 16 rows are two registers of eight. The weights of one step (step_of) are widened once to a small
-// buffer and then met by every activation row. For int8 activations they become unsigned bytes (see Codes),
-// at most 24 for e2m1 and 15 for int4, and vpmaddubsw adds pairs in 16 bits: at most 4 * 2 * 24 * 127 =
-// 24384, so 16 k fit before the sums are widened. For float activations see for_each_weight.
+// A panel's 16 rows are two registers of eight. The weights of one step (step_of) are widened once into a
+// small buffer and then multiplied by every activation row. For int8 activations they become unsigned bytes
+// (see Codes), at most 24 for e2m1 and 15 for int4. vpmaddubsw adds pairs in 16 bits. The sums of 16 k are at
+// most 4 * 2 * 24 * 127 = 24384, so they fit before they are widened. For float activations see
+// for_each_weight.
 #include <immintrin.h>
 
 #include "cpu/row_kernels.h"
@@ -38,8 +39,8 @@ inline __m256 load_scales(const uint8_t* p) {
 
 inline __m256i broadcast4(const uint8_t* p) { return _mm256_set1_epi32(load_word(p)); }
 
-// The codes of `words` panel words, looked up: for each word the low nibbles of rows 0-7 and 8-15, then the
-// high nibbles of both.
+// Looks up the codes of `words` panel words. For each word the results are the low nibbles of rows 0-7 and
+// 8-15, then the high nibbles of both.
 template <int words>
 inline void look_up(const uint8_t* codes, __m256i table, __m256i* bytes) {
   const __m256i nibble = _mm256_set1_epi8(15);
@@ -97,11 +98,11 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
 
 // Calls f(pair, group, b) for the weights of one step as float32. A vector b holds two k of four rows:
 //
-//   pair   p of a word is k = {0, 4}, {2, 6}, {1, 5}, {3, 7}: the order of an arranged activation row
+//   pair   pair p of a word is k = {0, 4}, {2, 6}, {1, 5}, {3, 7}: the order of an arranged activation row
 //   group  2 * half + u; lanes 4 l to 4 l + 3 are rows 8 * half + 4 l + 2 u (twice) and the next one (twice)
 //
-// Values are exact in bf16, the upper half of a float32: two look-ups make its two bytes, and an unpack joins
-// them.
+// Values are exact in bf16, which is the upper half of a float32. Two look-ups make its two bytes, and an
+// unpack joins them.
 template <Scale scale, typename F>
 inline void for_each_weight(const uint8_t* codes, const F& f) {
   const __m256i upper = load_table(kFloatByte<element_of(scale), 3>);
@@ -131,7 +132,7 @@ inline __m256 broadcast_pair(const float* p) {
   return _mm256_castpd_ps(_mm256_broadcast_sd(reinterpret_cast<const double*>(p)));
 }
 
-// to [16] += the sums of one step, by group, times the scales of the rows.
+// to [16] += the sums of one step (by group), times the scales of the rows.
 inline void add_scaled(const __m256 sum[4], const __m256 b_scale[2], float* to) {
   for (int half = 0; half < 2; ++half) {
     const __m256 rows = _mm256_hadd_ps(sum[2 * half], sum[2 * half + 1]);  // adds the two k of each row
@@ -165,9 +166,9 @@ void panel_float(const Panel& panel, const uint8_t* const* rows, int count, floa
     const __m256 b_scale[2] = {load_scales<scale>(scales),
                                load_scales<scale>(scales + 8 * scale_size(scale))};
     scales = next_scales<scale>(panel, scales, k0 + step);
-    if (count == 1) {  // weights are used as they are made
+    if (count == 1) {  // each weight is used once, right after it is decoded
       const float* a = reinterpret_cast<const float*>(rows[0]) + k0;
-      __m256 sum[2][4] = {};  // two chains of additions, so that none is waited for
+      __m256 sum[2][4] = {};  // two chains of additions hide the latency of each other
       for_each_weight<scale>(codes, [&](int pair, int group, __m256 b) {
         __m256& to = sum[pair % 2][group];
         to = _mm256_fmadd_ps(b, broadcast_pair(a + 2 * pair), to);
@@ -186,7 +187,7 @@ void panel_float(const Panel& panel, const uint8_t* const* rows, int count, floa
   }
 }
 
-// Pairs of for_each_weight side by side: each group of eight ordered 0 4 2 6 1 5 3 7.
+// Puts the pairs of for_each_weight side by side: each group of eight gets the order 0 4 2 6 1 5 3 7.
 void arrange_row(float* row, int64_t k) {
   const __m256i order = _mm256_setr_epi32(0, 4, 2, 6, 1, 5, 3, 7);
   for (int64_t i = 0; i < k; i += 8)

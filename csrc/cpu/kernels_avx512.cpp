@@ -1,9 +1,9 @@
 // AVX-512 with VNNI (Cascade Lake and later; no bf16 or VBMI instructions).
 //
-// One 64-byte load of a panel holds eight k of 16 rows, a row a lane. For int8 activations the nibbles become
-// unsigned bytes by a table look-up (see Codes), and vpdpbusd multiplies four of them in each lane with four
-// activations; starting from -offset * sum(activations) makes the sum exact. For float activations the eight
-// nibbles of a lane become float32 by eight permutes.
+// One 64-byte load of a panel holds eight k of 16 rows, one row in each lane. For int8 activations a table
+// look-up turns the nibbles into unsigned bytes (see Codes), and vpdpbusd multiplies four of them in each
+// lane by four activations. The sum starts at -offset * sum(activations), which makes it exact. For float
+// activations eight permutes turn the eight nibbles of a lane into float32.
 #include "cpu/avx512.h"
 
 namespace fp4::cpu {
@@ -65,7 +65,7 @@ void float_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
       _mm_prefetch(codes + kPrefetch, _MM_HINT_T0);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; ++j) {
-        // The permute reads the low four bits of each lane and no others.
+        // The permute reads only the low four bits of each lane.
         const __m512 b = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * j), table);
 #pragma GCC unroll 8
         for (int m = 0; m < count; ++m) {
@@ -121,7 +121,8 @@ const Kernels kAvx512Kernels = with_row_kernels({
     .arrange_float = nullptr,
 });
 
-// Few rows of bfloat16 where tiles take the others: float32 rows that only the tiles know to be bfloat16.
+// Few bfloat16 rows, where tiles serve many: they become float32 rows, and only the tiles know that they are
+// bfloat16.
 const Bf16Kernels kAvx512WidenedBf16 = {
     .supported = supported,
     .panels = {panel_kernel<FloatTile<Scale::e4m3>>, panel_kernel<FloatTile<Scale::e8m0>>,

@@ -1,9 +1,10 @@
-// bfloat16 activations as they are, with vdpbf16ps (Cooper Lake, Sapphire Rapids, Zen 4 and later): twice the
-// products of an instruction of float32. Codes are exact in bfloat16, products in float32; bfloat16
-// subnormals count as zero.
+// bfloat16 activations without conversion, with vdpbf16ps (Cooper Lake, Sapphire Rapids, Zen 4 and later).
+// One instruction makes twice as many products as one in float32. Codes are exact in bfloat16, products in
+// float32. bfloat16 subnormals count as zero.
 //
-// A lane's word has the nibbles of eight k. Shifted right by 4 j, its halves begin with those of k = j and j
-// + 4, which a permute of 16-bit values turns into the pair that meets activations j and j + 4.
+// A lane's word has the nibbles of eight k. After a shift right by 4 j, its two halves begin with the nibbles
+// of k = j and j + 4. A permute of 16-bit values turns them into a pair of weights, which is multiplied by
+// activations j and j + 4.
 #include "cpu/avx512.h"
 
 namespace fp4::cpu {
@@ -12,7 +13,7 @@ namespace {
 template <Scale scale, int count>
 void bf16_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
   constexpr int step = step_of(scale);
-  // All 16 values, twice: a permute looks at five bits, and the fifth is of the next code.
+  // All 16 values, twice: a permute reads five bits, and the fifth belongs to the next code.
   const __m512i values =
       _mm512_srli_epi32(_mm512_castps_si512(_mm512_loadu_ps(codes_of(element_of(scale)).values)), 16);
   const __m256i narrow = _mm512_cvtepi32_epi16(values);
@@ -57,7 +58,7 @@ struct Bf16Tile {
 
 bool supported() { return __builtin_cpu_supports("avx512bf16"); }
 
-// Each group of eight ordered 0 4 1 5 2 6 3 7.
+// Each group of eight gets the order 0 4 1 5 2 6 3 7.
 void prepare(const uint16_t* x, int64_t k, uint8_t* row) {
   const __m512i order =
       _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));

@@ -1,31 +1,32 @@
-// Many bfloat16 rows an expert, with vdpbf16ps: two panels' weights become bfloat16 once for up to 128 rows.
-// Then eight rows meet both panels, so that 16 chains of sums hide the latency of the products, and a
-// broadcast activation serves two of them.
+// Kernels for many bfloat16 rows an expert, with vdpbf16ps. The weights of two panels become bfloat16 once
+// for up to 128 rows. Then eight rows at a time are multiplied by both panels. This makes 16 chains of sums,
+// which hide the latency of the products, and each broadcast activation is used for two products.
 //
-// As in AMX's kernels, weights have their block scales where that is exact in bfloat16, and sums stay in
-// registers over a chunk of K, whose weights fit the L1 cache. Other weights stay bare codes, and each
-// block's sums meet its scales in float32.
+// As in the AMX kernels, weights include their block scales if that is exact in bfloat16, and their sums stay
+// in registers over a chunk of K whose weights fit the L1 cache. Other weights stay plain codes, and the sums
+// of each block are multiplied by its scales in float32.
 #include "cpu/avx512_many.h"
 
 namespace fp4::cpu {
 namespace {
 
-constexpr int kStep = 32;                                 // k of a stored scale
+constexpr int kStep = 32;                                 // k that share a stored scale
 constexpr int kAtOnce = 8;                                // rows
-constexpr int64_t kChunk = fitted::avx512_bf16::chunk_k;  // of 256 k, two panels' weights are 16 KiB
-constexpr int kVector = 64;                               // bytes of a pair of k of 16 rows, or of a panel
+constexpr int64_t kChunk = fitted::avx512_bf16::chunk_k;  // two panels' weights of 256 k are 16 KiB
+constexpr int kVector = 64;  // bytes of a pair of k of 16 rows, and of eight k of a panel's codes
 constexpr int kOutRow = 2 * kPanelRows;
 
 int64_t rows_bytes(RowKind, int64_t k) { return k / 2 * kVector; }
 
-// A panel's weights [k / 2 pairs][16][2], then its scales by step, as float32 [k / 32][16].
+// An unpacked panel is its weights [k / 2 pairs][16][2], followed by its scales for each step as float32 [k /
+// 32][16].
 int64_t weight_scales_at(int64_t k) { return k / 2 * kVector; }
 
 int64_t panel_bytes(int64_t k) {
   return weight_scales_at(k) + k / kStep * kPanelRows * int64_t(sizeof(float));
 }
 
-// 16 rows [k] of at most as many, for each pair of k one after another: [k / 2][16 rows][2].
+// Packs at most 16 rows [k] as [k / 2][16 rows][2]: the pairs of k one after another, each for all rows.
 void pack_rows(RowKind, const uint8_t* const* rows, int count, int64_t k, uint8_t* to) {
   for (int64_t i = 0; i < k / 32; ++i) {
     __m512i values[kTileRows];
@@ -36,7 +37,8 @@ void pack_rows(RowKind, const uint8_t* const* rows, int count, int64_t k, uint8_
   }
 }
 
-// A pair of k of 16 weight rows. Products are exact in bfloat16, so that their upper halves are all of them.
+// Decodes a pair of k of 16 weight rows. Products are exact in bfloat16, so the upper halves hold all of
+// their bits.
 inline __m512i unpack_pair(__m512i words, int j, __m512 values, __m512 scales) {
   const __m512 low = _mm512_mul_ps(_mm512_permutexvar_ps(_mm512_srli_epi32(words, 4 * j), values), scales);
   const __m512 high =
@@ -72,10 +74,10 @@ bool unpack(const Panel& panel, uint8_t* to) {
 template <int panels>
 struct Operands {
   const uint8_t* weights[panels];
-  const float* scales[panels];  // of the block, of weights without theirs
+  const float* scales[panels];  // block scales of weights that do not include them
 };
 
-// out [8][2][16] += rows . panels, of `pairs` pairs of k; or is that, of the first.
+// out [8][2][16] += rows . panels, for `pairs` pairs of k. The first chunk writes out instead of adding.
 template <int panels, bool scaled>
 void multiply_rows(const Operands<panels>& o, const uint8_t* rows, int64_t pairs, bool first, float* out) {
   const __m512 zero = _mm512_setzero_ps();
@@ -108,7 +110,7 @@ void multiply_rows(const Operands<panels>& o, const uint8_t* rows, int64_t pairs
     }
 }
 
-// Of panels that all have their scales, or all lack them.
+// For panels that all include their scales, or all do not.
 template <int panels, bool scaled>
 void multiply_panels(const uint8_t* rows, int row_count, const Panel& panel, const uint8_t* const* weights,
                      float* out) {

@@ -1,7 +1,7 @@
-// Baseline NEON, which every aarch64 has.
+// Baseline NEON, which every aarch64 processor has.
 //
-// int8 activations: products are summed in 16 bits over a step of k, at most 8 * 12 * 128 = 12288 a lane (see
-// kSignedBytes), and twice that once lanes are added in pairs.
+// int8 activations: products are summed in 16 bits over a step of k. A lane is at most 8 * 12 * 128 = 12288
+// (see kSignedBytes), and twice that after lanes are added in pairs.
 #include "cpu/neon.h"
 
 namespace fp4::cpu {
@@ -25,7 +25,7 @@ struct Int8Tile {
       for (int k = 0; k < step; k += 16)
 #pragma GCC unroll 4
         for (int g = 0; g < groups; ++g) {
-          int8x16_t b[4];  // in the order of a row's words
+          int8x16_t b[4];  // in the order of the words of an activation row
           for (int word = 0; word < 2; ++word) {
             const uint8x16_t codes = load_codes(panel, k0 + k + 8 * word, first + g);
             b[word] = vqtbl1q_s8(table, low_nibbles(codes));

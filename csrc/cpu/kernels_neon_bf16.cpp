@@ -1,6 +1,6 @@
-// bfloat16 activations as they are, with bfmmla (Armv8.6's products of bfloat16 matrices: Neoverse V1, N2, V2
-// and later). One row takes bfdot. Codes are exact in bfloat16, products in float32; bfloat16 subnormals
-// count as zero.
+// bfloat16 activations without conversion, with bfmmla (bfloat16 matrix products of Armv8.6: Neoverse V1, N2,
+// V2 and later). A single row uses bfdot. Codes are exact in bfloat16, products in float32. bfloat16
+// subnormals count as zero.
 #include <sys/auxv.h>
 
 #include "cpu/neon_pairs.h"
@@ -11,8 +11,8 @@ namespace {
 inline bfloat16x8_t as_bf16(uint16x8_t v) { return vreinterpretq_bf16_u16(v); }
 inline bfloat16x8_t load_bf16(const uint8_t* p) { return vreinterpretq_bf16_u8(vld1q_u8(p)); }
 
-// A group's codes with the first two bytes of its rows before the last two: a lane of the values is then two
-// k of one row, which meet a lane of the activations.
+// Of a group's codes, the first two bytes of each row come before the last two. A lane of the values is then
+// two k of one row, which are multiplied by a lane of the activations.
 template <Scale scale>
 struct DotTile {
   static constexpr int kPassGroups = kGroups, kSums = kGroups;
@@ -122,7 +122,7 @@ constexpr PanelKernel kernel() {
 
 bool supported() { return (getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0; }
 
-// Each group of eight ordered 0 2 4 6 1 3 5 7.
+// Each group of eight gets the order 0 2 4 6 1 3 5 7.
 void prepare(const uint16_t* x, int64_t k, uint8_t* to) {
   uint16_t* row = reinterpret_cast<uint16_t*>(to);
   int64_t i = 0;

@@ -1,6 +1,6 @@
-// NEON with smmla (Armv8.6's products of int8 matrices: Neoverse V1, N2, V2 and later). One row takes sdot.
+// NEON with smmla (int8 matrix products of Armv8.6: Neoverse V1, N2, V2 and later). A single row uses sdot.
 //
-// Two words of a row lie in different registers: they are put side by side before their nibbles become bytes.
+// Two words of a row are in different registers. They are put side by side before their nibbles become bytes.
 #include <sys/auxv.h>
 
 #include "cpu/neon_dot.h"

@@ -1,4 +1,5 @@
-// The reference kernels: no vector instructions beyond what the compiler finds for the baseline.
+// The reference kernels. They use only vector instructions that the compiler finds for the baseline
+// processor.
 #include "cpu/row_kernels.h"
 
 namespace fp4::cpu {
@@ -43,7 +44,7 @@ void panel_int8(const Panel& panel, const uint8_t* const* rows, int count, float
     float sum[kPanelRows] = {};
     const uint8_t* scales = panel.scales;
     for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
-      int32_t dot[kPanelRows] = {};  // of unit * value, which is an integer
+      int32_t dot[kPanelRows] = {};  // sums of a * (unit * value), which are integers
       for (int64_t k = k0; k < k0 + step; k += 8) {
         const uint8_t* words = panel.codes + k / 8 * 4 * kPanelRows;
         for (int r = 0; r < kPanelRows; ++r)

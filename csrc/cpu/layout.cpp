@@ -13,7 +13,7 @@ namespace {
 
 #if defined(__SSE2__) || defined(__aarch64__)
 
-// Vectors of 16 bytes, and the interleaving of their first or last halves.
+// Vectors of 16 bytes, and functions that interleave the first or last halves of two of them.
 #if defined(__SSE2__)
 
 using Bytes = __m128i;
@@ -44,7 +44,7 @@ Bytes last_halves(Bytes a, Bytes b) { return vreinterpretq_u8_u64(vzip2q_u64(hal
 
 #endif
 
-// Four words of each of 16 rows: to[w][row] = from[row][w].
+// Transposes four words of each of 16 rows: to[w][row] = from[row][w].
 void transpose_words(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
   for (int r = 0; r < kPanelRows; r += 4, from += 4 * row_bytes) {
     const Bytes a = load(from), b = load(from + row_bytes), c = load(from + 2 * row_bytes),
@@ -58,8 +58,8 @@ void transpose_words(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
   }
 }
 
-// 16 bytes of each of 16 rows: to[b][row] = from[row][b]. Four rounds, each of which interleaves the rows of
-// the first half with those of the second.
+// Transposes 16 bytes of each of 16 rows: to[b][row] = from[row][b]. Each of the four rounds interleaves the
+// first half of the rows with the second half.
 void transpose_bytes(const uint8_t* from, int64_t row_bytes, uint8_t* to) {
   Bytes rows[16], next[16];
   for (int r = 0; r < 16; ++r) rows[r] = load(from + r * row_bytes);
@@ -97,7 +97,8 @@ void pack_panel(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64
     std::memset(panel_codes, 0, words * 4 * kPanelRows);
     std::memset(panel_scales, 0, of.bytes(padded_k(k)) * kPanelRows);
   }
-  // What whole vectors do not cover, and panels of fewer rows, go word by word and byte by byte.
+  // Panels of fewer rows, and the part that whole vectors do not cover, are moved word by word and byte by
+  // byte.
   int64_t word = 0, block_at = 0;
   if (rows == kPanelRows) {
     for (; (word + 4) * 4 <= row_bytes; word += 4)

@@ -1,4 +1,5 @@
-// The matrix products on the CPU: check, allocate, turn the routing into segments, call gemm.
+// The matrix products on the CPU. Each checks its arguments, allocates its result, turns the routing into
+// segments and calls gemm.
 #include <cstring>
 
 #include "common/boxed.h"
@@ -144,8 +145,8 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
       zero_rows(out, g * m, (g + 1) * m, w.n, dtype);
       continue;
     }
-    // The group's columns as operands of their own: it begins at a multiple of a block of scales, so
-    // activation rows may be cut in the order that the kernels read.
+    // Copies the group's columns to operands of their own. A group begins at a multiple of a scale block, so
+    // activation rows may be cut there even in the order that the kernels read.
     const int64_t kp = padded_k(k), whole = ceil_div(k, 8) * 8;
     const Buffer codes(w.n * (k / 2)), group_scales(w.n * group_bytes);
     Buffer group_rows(m * kp * sizeof(float));

@@ -1,5 +1,5 @@
 // The whole expert block on the CPU: out[t] = sum_j weight[t, j] * down(act(gate_up(x[t]))) over the experts
-// of token t, with x made ready once per token and the sum always taken in the order of j.
+// of token t. x is prepared once for each token. The sum is always taken in the order of j.
 #include <algorithm>
 #include <cstring>
 
@@ -9,12 +9,12 @@
 namespace fp4::cpu {
 namespace {
 
-// Tokens are taken in chunks whose intermediate rows stay within this. Beyond 32 MB, glibc gets memory from
-// the system for each call and gives it back: fresh pages took a tenth of a call's time.
+// Tokens are processed in chunks whose intermediate rows fit this size. Beyond 32 MB, glibc gets memory from
+// the system for each call and returns it, and fresh pages took a tenth of a call's time.
 constexpr int64_t kMaxBytes = fitted::memory::most_hidden_bytes;
 
-// From so many hidden values on their activations are worth the start of a parallel region: so many took 5 us
-// on one thread of an Emerald Rapids, where a region of 16 threads begins and ends in 4 us.
+// With at least this many hidden values, their activation is worth a parallel region. This many took 5 us on
+// one thread of an Emerald Rapids, where a region of 16 threads begins and ends in 4 us.
 constexpr int64_t kSharedActivations = fitted::threads::shared_activations;
 
 struct Block {
@@ -24,8 +24,8 @@ struct Block {
   int64_t top_k;
 };
 
-// What the second product reads where it is not quantised: as exact as the output, so that kernels of
-// bfloat16 can have it.
+// The dtype that the second product reads if its input is not quantised. It is as exact as the output, so
+// bfloat16 output can use bfloat16 kernels.
 DType hidden_dtype(const Block& block, DType out) {
   return block.a_format == AFormat::none && out == DType::bf16 ? DType::bf16 : DType::f32;
 }
@@ -47,14 +47,15 @@ void run_tokens(const Block& block, const void* x, DType x_dtype, int64_t tokens
   const Buffer gate_up(count * width * sizeof(float)), h(count * h_bytes), y(count * hidden * sizeof(float));
 
   rows.out_index.clear();  // products stay in sorted order until they are combined
-  Rows sorted;             // of the second product, whose rows are in that order
+  Rows sorted;             // rows of the second product, which are in sorted order already
   sorted.segments = rows.segments;
   const Activations x_rows = prepare(block, x, x_dtype, tokens, block.up);
   const Activations h_rows = prepare(block, h.data(), h_dtype, count, block.down);
   Product up(x_rows, block.up, rows, gate_up.data(), DType::f32);
   Product down(h_rows, block.down, sorted, y.data(), DType::f32);
   const Pieces pieces = h_rows.pieces;
-  // A piece of a row of the second product, which the thread that has made it makes ready, too.
+  // Computes pieces of rows for the second product. The same thread then prepares each piece for that
+  // product.
   const auto activate = [&](int64_t begin, int64_t end) {
     const Buffer row(pieces.size * sizeof(float));
     for (int64_t i = begin; i < end; ++i) {

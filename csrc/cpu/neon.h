@@ -1,7 +1,8 @@
-// What the NEON kernels share; each file compiles it for itself (see common/convert.h on linkage).
+// Parts that the NEON kernels share. Each file compiles its own copy (see common/convert.h on linkage).
 //
-// A panel's 16 rows are four groups of four, a row to a lane of 32 bits. A pass takes one, two or four groups
-// through a chunk of k, with all sums in registers: many rows leave room for few groups.
+// A panel's 16 rows are four groups of four, one row in each 32-bit lane. A pass multiplies one, two or four
+// groups over a chunk of k, with all sums in registers. With many activation rows, the registers have room
+// for few groups.
 #pragma once
 
 #include <arm_neon.h>
@@ -17,13 +18,13 @@ namespace fp4::cpu {
 namespace {
 
 inline constexpr int kGroupRows = 4, kGroups = kPanelRows / kGroupRows;
-// The k of a chunk: its codes and activations stay in the first cache while passes go over them again.
+// The k of a chunk. Its codes and activations stay in the first-level cache while several passes read them.
 inline constexpr int64_t kChunk = fitted::neon::chunk_k;
-// How many bytes ahead of its loads a kernel for one row asks for weights, across the page borders at which
-// hardware prefetchers stop.
+// How many bytes ahead a kernel for one row prefetches weights. This crosses page borders, where hardware
+// prefetchers stop.
 inline constexpr int kPrefetch = fitted::neon::prefetch_bytes;
 
-// By code: unit * value.
+// For each code: unit * value.
 template <Element element>
 inline constexpr std::array<int8_t, 16> kSignedBytes = [] {
   std::array<int8_t, 16> bytes{};
@@ -32,17 +33,18 @@ inline constexpr std::array<int8_t, 16> kSignedBytes = [] {
   return bytes;
 }();
 
-// load_scales gives the block scales of four rows times 1 / kScaleUnit.
+// load_scales returns the block scales of four rows times 1 / kScaleUnit.
 template <Scale scale>
 inline constexpr float kScaleUnit = scale == Scale::e4m3 ? 256.f : 1.f;
 
-// The bits of e4m3 are those of a float16 whose exponent bias is 8 larger: value * 2^-8, sign moved apart.
+// The bits of e4m3 are those of a float16 with an exponent bias that is 8 larger, and so of value * 2^-8. The
+// sign must move up by one bit.
 inline uint16x8_t e4m3_as_half(uint8x8_t bytes) {
   const int16x8_t wide = vshll_n_s8(vreinterpret_s8_u8(bytes), 7);
   return vandq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(0xbfff));
 }
 
-// Byte 0 is 2^-127, a subnormal; byte 255 (NaN) becomes infinity, which no sum hides.
+// Byte 0 is 2^-127, a subnormal. Byte 255 (NaN) becomes infinity, which makes every sum infinite or NaN.
 inline float32x4_t e8m0_as_float(uint16x4_t bytes) {
   const uint32x4_t exponent = vshlq_n_u32(vmovl_u16(bytes), 23);
   return vreinterpretq_f32_u32(vmaxq_u32(exponent, vdupq_n_u32(0x00400000)));
@@ -83,18 +85,18 @@ inline const uint8_t* scales_at(const Panel& panel, uint64_t k, int first) {
   return panel.scales + (block * kPanelRows + first * kGroupRows) * scale_size(scale);
 }
 
-// The codes of the four rows of a group at k, a multiple of 8: eight nibbles a lane.
+// The codes of a group's four rows at k, a multiple of 8: eight nibbles in each lane.
 inline uint8x16_t load_codes(const Panel& panel, uint64_t k, int group) {
   return vld1q_u8(panel.codes + k * (kPanelRows / 2) + group * 16);
 }
 
-// Runs Tile over the panel, chunk by chunk where it takes several passes:
+// Runs Tile over the panel, chunk by chunk if it needs several passes. Tile has:
 //
-//   kPassGroups       groups of a pass
-//   kSums             registers of its sums
-//   Rows              rows of a chunk, made ready: Rows(rows, k), load(begin, end)
-//   add               adds a chunk's products to a pass's sums; k is unsigned, so that a division is a shift
-//   store             a pass's sums to the tile [count][16]
+//   kPassGroups       the number of groups of a pass
+//   kSums             the number of registers for its sums
+//   Rows              the prepared rows of a chunk: Rows(rows, count, k), load(begin, end)
+//   add               adds the products of a chunk to the sums of a pass; k is unsigned, so a division is a
+//   shift store             stores the sums of a pass to the tile [count][16]
 template <typename Tile>
 inline void multiply_panel(const Panel& panel, const uint8_t* const* rows, int count, float* tile) {
   constexpr int passes = kGroups / Tile::kPassGroups;
@@ -113,7 +115,7 @@ inline void multiply_panel(const Panel& panel, const uint8_t* const* rows, int c
     Tile::store(sums[pass], count, tile + pass * Tile::kPassGroups * kGroupRows);
 }
 
-// Rows that are read where they are.
+// Rows that are read in place.
 struct RowsInPlace {
   static constexpr bool kBuffered = false;
   const uint8_t* const* rows;
@@ -127,7 +129,7 @@ struct RowsInPlace {
   }
 };
 
-// sums[m][group], four rows of the weight to a register.
+// Stores sums[m][group]; a register has four rows of the weight.
 template <int count, int groups>
 inline void store_groups(const float32x4_t* sums, float unit, float* tile) {
   for (int m = 0; m < count; ++m)
@@ -135,7 +137,8 @@ inline void store_groups(const float32x4_t* sums, float unit, float* tile) {
       vst1q_f32(tile + m * kPanelRows + g * kGroupRows, vmulq_n_f32(sums[m * groups + g], unit));
 }
 
-// Values are exact in bf16: two look-ups make the bytes of each, and an interleave joins them.
+// Decodes codes to bf16, which is exact. Two look-ups make the two bytes of each value, and an interleave
+// joins them.
 struct Bf16Codes {
   uint8x16_t lower, upper;
 
@@ -154,8 +157,8 @@ struct Bf16Codes {
 inline uint8x16_t low_nibbles(uint8x16_t v) { return vandq_u8(v, vdupq_n_u8(15)); }
 inline uint8x16_t high_nibbles(uint8x16_t v) { return vshrq_n_u8(v, 4); }
 
-// float32 rows in the order of k. A group's codes are transposed, so that a register has one k of four rows,
-// which meets a lane of the activations.
+// float32 rows in the order of k. A group's codes are transposed: a register then has one k of four rows, and
+// is multiplied by one lane of the activations.
 template <Scale scale, int count>
 struct FloatTile {
   static constexpr int kPassGroups = count == 1 ? 4 : count == 2 ? 2 : 1;
@@ -237,8 +240,8 @@ struct FloatTiles {
   }
 };
 
-// An Int8Row whose groups of 16 are ordered 0 2 4 ... 14 1 3 5 ... 15, to meet the low nibbles of two words
-// and then the high ones. Codes are signed here, and need no corrections.
+// Writes an Int8Row whose groups of 16 have the order 0 2 4 ... 14 1 3 5 ... 15, for the low nibbles of two
+// words and then the high ones. Codes are signed here and need no corrections.
 inline void prepare_int8_neon(const int8_t* codes, const float* scales, int64_t begin, int64_t end, int64_t k,
                               Scale, uint8_t* row) {
   const int64_t count = end - begin, padded = padded_k(count);

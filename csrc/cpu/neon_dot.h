@@ -1,4 +1,5 @@
-// int8 rows by sdot, for the files whose instruction set has it: four products of signed bytes a lane.
+// int8 rows with sdot, which multiplies four signed bytes in each lane. For the files whose instruction set
+// has it.
 #pragma once
 
 #include "cpu/neon.h"
@@ -6,7 +7,7 @@
 namespace fp4::cpu {
 namespace {
 
-// 32 codes as signed bytes, unit * value: of the low nibbles and of the high ones.
+// Turns 32 codes into signed bytes, unit * value: those of the low nibbles and those of the high ones.
 template <Element element>
 struct SignedCodes {
   static constexpr int kUnit = codes_of(element).unit;
@@ -18,7 +19,7 @@ struct SignedCodes {
   }
 };
 
-// A nibble of int4 in the upper half of a byte is 16 times its value.
+// An int4 nibble in the upper half of a byte is 16 times its value, so no table is needed.
 template <>
 struct SignedCodes<Element::int4> {
   static constexpr int kUnit = 16;

@@ -1,8 +1,8 @@
-// What smmla and bfmmla share: they multiply two rows of the weight with two of the activations, over 8 bytes
-// of each, and add to four sums.
+// Parts that the smmla and bfmmla kernels share. Both instructions multiply two weight rows by two activation
+// rows over 8 bytes of each, and add to four sums.
 //
-// A register of sums has activation row t and t + 1 with weight row r and r + 1: t r, t r+1, t+1 r, t+1 r+1.
-// An odd last activation row is its own partner.
+// A register of sums has activation rows t and t + 1 times weight rows r and r + 1, in the order (t, r), (t,
+// r+1), (t+1, r), (t+1, r+1). An odd last activation row is paired with itself.
 #pragma once
 
 #include "cpu/neon.h"
@@ -17,14 +17,14 @@ inline uint8x16_t second_halves(uint8x16_t a, uint8x16_t b) {
   return vreinterpretq_u8_u64(vzip2q_u64(vreinterpretq_u64_u8(a), vreinterpretq_u64_u8(b)));
 }
 
-// Rows of a chunk in pairs: of each 16 bytes the first halves of both rows, then the second halves.
+// Rows of a chunk in pairs. For each 16 bytes: the first halves of both rows, then the second halves.
 template <int pairs, int value_bytes>
 struct PairedRows {
   static constexpr bool kBuffered = true;
   const uint8_t* rows[2 * pairs];
   uint64_t k, begin = 0;
   alignas(64) uint8_t bytes[kChunk * value_bytes * 2 * pairs];
-  alignas(64) float scales[kChunk / kInt8Block * pairs][4];  // of int8 rows, a lane to each sum
+  alignas(64) float scales[kChunk / kInt8Block * pairs][4];  // scales of int8 rows, one lane for each sum
 
   PairedRows(const uint8_t* const* from, int count, int64_t k) : k(k) {
     for (int m = 0; m < 2 * pairs; ++m) rows[m] = from[std::min(m, count - 1)];
@@ -48,7 +48,7 @@ struct PairedRows {
     }
   }
 
-  // The two registers of pair p at k, a multiple of 16 bytes.
+  // The two registers of pair p at k, which is a multiple of 16 bytes.
   const uint8_t* at(uint64_t k, int p) const {
     return bytes + (k - begin) * value_bytes * 2 * pairs + p * 32;
   }
@@ -59,14 +59,14 @@ struct PairedRows {
 
 inline constexpr int groups_of_pairs(int pairs) { return pairs == 1 ? 4 : pairs == 2 ? 2 : 1; }
 
-// The scales of a group for its two registers of sums.
+// Arranges a group's scales for its two registers of sums.
 inline void spread(float32x4_t scale, float32x4_t (&to)[2]) {
   const float64x2_t two = vreinterpretq_f64_f32(scale);
   to[0] = vreinterpretq_f32_f64(vdupq_laneq_f64(two, 0));
   to[1] = vreinterpretq_f32_f64(vdupq_laneq_f64(two, 1));
 }
 
-// sums[pair][group][2] to the tile.
+// Stores sums[pair][group][2] to the tile.
 template <int pairs, int groups>
 inline void store_pairs(const float32x4_t* sums, int count, float unit, float* tile) {
   for (int m = 0; m < count; ++m)
@@ -78,7 +78,7 @@ inline void store_pairs(const float32x4_t* sums, int count, float unit, float* t
     }
 }
 
-// One row by One<scale>, more by Pairs<scale, pairs>.
+// Runs One<scale> for one row and Pairs<scale, pairs> for more.
 template <Scale scale, template <Scale> class One, template <Scale, int> class Pairs>
 struct OneOrPairs {
   template <int count>

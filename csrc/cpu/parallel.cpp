@@ -20,11 +20,12 @@
 namespace fp4::cpu {
 namespace {
 
-// A thread's share of a phase comes in so many parts, so that others can take some from one that is late:
-// processors of virtual machines may run at half the speed of others for a while.
+// A thread's share of a phase has this many parts, so that others can take parts of a thread that is late:
+// processors of a virtual machine may run at half the speed of others for a while.
 constexpr int64_t kParts = fitted::threads::parts_of_share;
 
-// The processor time that the container may use, in processors; 0 without a limit. Cgroup v2, then v1.
+// The processor time that the container may use, in processors, or 0 without a limit. Tries cgroup v2, then
+// v1.
 double quota() {
   std::string most;
   double period = 0;
@@ -36,7 +37,7 @@ double quota() {
   return used > 0 && period > 0 ? used / period : 0;
 }
 
-// The processors that this process may use, when it first asks.
+// The number of processors that this process may use, at the time of the call.
 int64_t count_processors() {
   int64_t count = std::max(1u, std::thread::hardware_concurrency());
 #if defined(__linux__)
@@ -47,13 +48,14 @@ int64_t count_processors() {
   return limit > 0 ? std::min<int64_t>(count, std::max<int64_t>(1, std::llround(limit))) : count;
 }
 
-// One phase, of which `threads` threads have a share each: the same of a weight at each call.
+// One phase, divided into a share for each of `threads` threads. A thread gets the same share of a weight at
+// each call.
 class Shares {
  public:
   Shares(const Phase& phase, int64_t threads)
       : phase_(phase), threads_(threads), parts_(std::min(phase.count, threads * kParts)), next_(threads) {}
 
-  // What a thread does: its share, then what others have not begun of theirs.
+  // Runs the thread's own share, then parts that other threads have not begun.
   void take_part(int64_t thread) {
     for (int64_t i = 0; i < threads_; ++i) run_share((thread + i) % threads_);
   }

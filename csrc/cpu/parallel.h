@@ -1,4 +1,4 @@
-// Work that is shared among torch's threads: phases, each of which begins when the one before it has ended.
+// Divides work among torch's threads. Work has phases; each begins when the one before it has ended.
 #pragma once
 
 #include <cstdint>
@@ -8,14 +8,15 @@
 namespace fp4::cpu {
 
 struct Phase {
-  // run(begin, end) is called for parts of [0, count) that together are all of it. A thread takes part where
-  // there is `grain` for it. A phase may be empty.
+  // run(begin, end) is called for parts that together cover [0, count). Each thread should get at least
+  // `grain`. A phase may be empty.
   int64_t count = 0, grain = 1;
   std::function<void(int64_t begin, int64_t end)> run = nullptr;
 };
 
 // Calls body(begin, end) for parts of [begin, end), as torch's parallel_for does. If parts throw, this throws
-// the first exception. torch's own function would lose the message: its C interface carries no exception.
+// the first exception. torch's own function would lose the message, because its C interface carries no
+// exception.
 void parallel_for(int64_t begin, int64_t end, int64_t grain,
                   const std::function<void(int64_t begin, int64_t end)>& body);
 
@@ -23,8 +24,8 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain,
 // quota of its container. More threads than that wait for each other.
 int64_t num_threads();
 
-// Runs the phases one after another, each by up to num_threads() threads. What a part throws, this
-// throws; later phases do not run then.
+// Runs the phases one after another, each with up to num_threads() threads. If a part throws, this throws the
+// same exception, and later phases do not run.
 void run_phases(const std::vector<Phase>& phases);
 
 }  // namespace fp4::cpu

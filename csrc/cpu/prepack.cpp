@@ -19,7 +19,7 @@ namespace {
 
 using Packed = std::tuple<Tensor, Tensor, Tensor>;
 
-// Asks for huge pages under a large new tensor: weights are streamed, and page walks would slow that down.
+// Asks for huge pages for a large new tensor. Weights are streamed, and page walks would slow that down.
 void advise_huge_pages(const Tensor& t) {
 #if defined(__linux__)
   constexpr uintptr_t page = 2 << 20;
@@ -30,7 +30,7 @@ void advise_huge_pages(const Tensor& t) {
 #endif
 }
 
-// No output may share memory with an input.
+// Copies t, because no output may share memory with an input.
 Tensor copy_of(const OptionalTensor& t) {
   if (!t) return empty({0}, ScalarType::Float);
   const Tensor from = as_contiguous(*t), to = empty(shape_of(*t), ScalarType::Float);
@@ -52,8 +52,8 @@ BlockScales block_scales(const Tensor& block_scale, Stored weight) {
   return {weight.format->block, scale_kind(block_scale.scalar_type())};
 }
 
-// The same bytes in the other order. f(codes, scales, to_codes, to_scales) moves one panel of 16 rows; what
-// tile16 keeps plain is copied.
+// Puts the same bytes into the other order. f(codes, scales, to_codes, to_scales, k) moves one panel of 16
+// rows. Rows that tile16 keeps plain are copied.
 template <typename F>
 std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_scale, Stored target,
                                    const F& f) {
@@ -86,8 +86,8 @@ std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_sca
 
 // --- sm90 and mma_bf16 ---
 
-constexpr int kE4m3Exponents = 17;  // binades below the largest power of two, 2^8, down to 2^-9
-constexpr int kEmaxBias = 135;      // the factor of a matrix is 2^(Emax - 135), so that Emax becomes 2^8
+constexpr int kE4m3Exponents = 17;  // e4m3's powers of two: 2^8 and 17 binades below it, down to 2^-9
+constexpr int kEmaxBias = 135;      // a matrix has the factor 2^(Emax - 135), which turns Emax into 2^8
 
 // 2^x as e4m3, -9 <= x <= 8.
 uint8_t power_to_e4m3(int x) { return uint8_t(x >= -6 ? (x + 7) << 3 : 1 << (x + 9)); }
@@ -98,14 +98,14 @@ bool all_zero(const uint8_t* codes, int64_t bytes) {
   return (any & 0x77) == 0;
 }
 
-// The blocks of 16 of one plain row, K a multiple of 16, as sm90 holds them.
+// Reads one plain row as the blocks of 16 that sm90 holds. K is a multiple of 16.
 struct PlainRow {
   const Format& format;
   const uint8_t *codes, *scales;
   int64_t k;
-  int emax;  // of the matrix, for e8m0
+  int emax;  // the matrix's largest exponent, for e8m0
 
-  // mxfp4: whether block b of 32 has a value that is not zero; if not, its exponent does not matter.
+  // mxfp4: true if block b of 32 has a value that is not zero. Otherwise its exponent does not matter.
   bool counts(int64_t b) const {
     const int64_t begin = b * format.block / 2;
     return !all_zero(codes + begin, std::min<int64_t>(format.block / 2, k / 2 - begin));
@@ -126,7 +126,7 @@ struct PlainRow {
   }
 };
 
-// mxfp4: the largest exponent of each matrix, where some value is not zero.
+// mxfp4: the largest exponent of each matrix among the blocks that are not all zeros.
 std::vector<int> largest_exponents(const Format& fmt, const Layout& layout, const uint8_t* codes,
                                    const uint8_t* scales, const Sizes& s) {
   const int64_t blocks = ceil_div(s.k, fmt.block);
@@ -199,7 +199,7 @@ Packed to_sm90(const Tensor& packed, const Tensor& block_scale, const OptionalTe
   return {to, to_scale, factor};
 }
 
-// The exponent byte of an mxfp4 block with this e4m3 scale, or -1 if there is none.
+// The exponent byte of an mxfp4 block with this e4m3 scale, or -1 if no byte fits.
 int to_e8m0(uint8_t scale, int emax) {
   if (scale == 0) return 0;
   int exponent;
@@ -249,7 +249,7 @@ Packed from_sm90(const Tensor& packed, const Tensor& block_scale, const Tensor& 
 
 // --- sm90_int4 ---
 
-// The bytes of two int4 codes as the layout's nibbles, and back.
+// Converts a byte of two int4 codes to the nibbles of the layout, and back.
 struct Int4Bytes {
   uint8_t of[256];
 
@@ -263,8 +263,8 @@ struct Int4Bytes {
   }
 };
 
-// The power of two that takes 8 times the largest scale to 224 to 448, e4m3's largest. No less than the least
-// normal float.
+// The power of two that brings 8 times the largest scale into the range 224 to 448, e4m3's largest value. It
+// is at least the smallest normal float.
 float int4_factor(float largest) {
   if (largest == 0) return 1;
   int exponent;
@@ -301,7 +301,7 @@ Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, Stored targ
     factor[g] = int4_factor(largest);
   }
   static const Int4Bytes bytes(/*back=*/false);
-  std::atomic<int64_t> lost = -1;  // a matrix with a scale that its factor takes out of range
+  std::atomic<int64_t> lost = -1;  // a matrix with a scale that the factor moves out of range
   parallel_for(0, s.matrices * s.n, grain_for(s.k), [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t g = i / s.n, matrix = g * s.n, row = i % s.n;
@@ -325,7 +325,7 @@ Packed to_sm90_int4(const Tensor& packed, const Tensor& block_scale, Stored targ
   return {to, to_scale, to_factor};
 }
 
-// Block scales stay float32: they may have been so before.
+// Block scales stay float32, because the original ones may have been float32.
 Packed from_sm90_int4(const Tensor& packed, const Tensor& block_scale, const Tensor& factor, Stored source) {
   const Sizes s(packed);
   const int64_t blocks = s.k / source.format->block;

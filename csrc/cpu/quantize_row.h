@@ -1,5 +1,5 @@
-// Quantisation of one row to 4 bits, in portable loops that every kernels_<isa>.cpp compiles for itself (see
-// common/convert.h on linkage). No branch depends on the data, so that compilers turn the loops into vectors.
+// Quantises one row to 4 bits, in portable loops that every kernels_<isa>.cpp compiles for itself (see
+// common/convert.h on linkage). No branch depends on the data, so compilers can vectorise the loops.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,8 @@ namespace {
 inline constexpr float kE2m1Max = 6.f;
 inline constexpr int kBlocksAtOnce = 32;
 
-// The bits of the largest magnitude: compared as integers, NaN and infinity are above every number.
+// The bits of the largest magnitude. They are compared as integers, where NaN and infinity are above every
+// number.
 template <DType dtype>
 inline uint32_t top_bits(const void* x, int64_t begin, int64_t end) {
   uint32_t top = 0;
@@ -33,7 +34,7 @@ inline float max_magnitude_row(const void* x, DType dtype, int64_t count, bool* 
   return std::bit_cast<float>(top);
 }
 
-// float_to_e4m3 without its branches: v is finite and not negative.
+// float_to_e4m3 without branches. v is finite and not negative.
 inline uint32_t e4m3_code(float v) {
   const float capped = v < 448.f ? v : 448.f;
   const uint32_t bits = std::bit_cast<uint32_t>(capped);
@@ -43,15 +44,15 @@ inline uint32_t e4m3_code(float v) {
   return capped < 0x1p-6f ? subnormal : normal;
 }
 
-// OCP MX v1: the exponent of the block's largest magnitude, less e2m1's largest (2), saturating.
+// OCP MX v1: the exponent of the block's largest magnitude minus e2m1's largest exponent (2), saturating.
 inline uint32_t e8m0_code(float amax) {
   const int32_t code = int32_t(std::bit_cast<uint32_t>(amax) >> 23) - 2;
   return uint32_t(code > 0 ? code : 0);
 }
 
-// The nearest e2m1 to v, ties to the even code; the sign of zero is kept.
+// The e2m1 code nearest to v, ties to the even code. The sign of zero is kept.
 inline uint32_t e2m1_code(float v) {
-  // The midpoints between neighbours. A tie goes up where the code above is even.
+  // Compares with the midpoints between neighbours. A tie goes up if the code above is even.
   const float m = std::fabs(v);
   const uint32_t code =
       (m > .25f) + (m >= .75f) + (m > 1.25f) + (m >= 1.75f) + (m > 2.5f) + (m >= 3.5f) + (m > 5.f);
@@ -72,7 +73,7 @@ inline void quantize_fp4_as(const void* x, int64_t k, float global_scale, uint8_
           scale == Scale::e4m3 ? e4m3_code(amax[b] / kE2m1Max / global_scale) : e8m0_code(amax[b]);
       const float value = scale == Scale::e4m3 ? e4m3_magnitude(code) * global_scale
                                                : std::bit_cast<float>(code == 0 ? 0x00400000u : code << 23);
-      // What is divided by infinity is a zero of its own sign: the codes of a block whose scale is zero.
+      // Division by infinity gives a zero with the value's sign: the codes of a block whose scale is zero.
       step[b] = value == 0.f ? std::numeric_limits<float>::infinity() : value;
       if (b < count) scales[b0 + b] = uint8_t(code);
     }
@@ -92,8 +93,8 @@ inline void quantize_fp4_as(const void* x, int64_t k, float global_scale, uint8_
   }
 }
 
-// Symmetric over -7.5 to 7.5 as compressed-tensors has it: scale = bf16(amax / 7.5), codes rounded to nearest
-// even and clamped to -8 to 7. A block whose scale is zero has codes 0.
+// Quantises symmetrically over -7.5 to 7.5, as compressed-tensors does: scale = bf16(amax / 7.5), codes
+// rounded to nearest even and clamped to -8 to 7. A block whose scale is zero has codes 0.
 template <DType dtype>
 inline void quantize_int4_as(const void* x, int64_t k, int block, uint8_t* packed, uint8_t* scales) {
   for (int64_t begin = 0; begin < k; begin += block) {

@@ -1,4 +1,4 @@
-// All kernels over single rows, which every kernels_<isa>.cpp compiles for itself (see common/convert.h on
+// All kernels over single rows. Every kernels_<isa>.cpp compiles its own copy (see common/convert.h on
 // linkage).
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace fp4::cpu {
 namespace {
 
-// A table of panel kernels, completed with the row kernels.
+// Completes a table of panel kernels with the row kernels.
 constexpr Kernels with_row_kernels(Kernels kernels) {
   kernels.max_magnitude = max_magnitude_row;
   kernels.quantize = quantize_row_4bit;

@@ -1,4 +1,4 @@
-// The layouts of activation rows on the CPU: offs, m_indices and masked groups.
+// Converts between layouts of activation rows on the CPU: offs, m_indices and masked groups.
 #include <cstring>
 #include <tuple>
 
@@ -8,7 +8,7 @@
 namespace fp4::cpu {
 namespace {
 
-// offs as a list, after checking that it rises and stays within m rows.
+// Returns offs as a list and checks that it rises and stays within m rows.
 std::vector<int64_t> checked_offs(const Tensor& offs, int64_t m, const char* limit) {
   std::vector<int64_t> ends = indices(offs);
   int64_t begin = 0;

@@ -1,5 +1,5 @@
-// Kernels over single rows and what the panel kernels share, in portable code that every kernels_<isa>.cpp
-// compiles for itself (see common/convert.h on linkage).
+// Kernels over single rows and parts that the panel kernels share, in portable code. Every kernels_<isa>.cpp
+// compiles its own copy (see common/convert.h on linkage).
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 namespace fp4::cpu {
 namespace {
 
-// By code: unit * value + offset.
+// For each code: unit * value + offset.
 template <Element element>
 inline constexpr std::array<uint8_t, 16> kUnsignedBytes = [] {
   std::array<uint8_t, 16> bytes{};
@@ -23,7 +23,7 @@ inline constexpr std::array<uint8_t, 16> kUnsignedBytes = [] {
   return bytes;
 }();
 
-// By code: one byte of the value as a float32, the lowest at 0.
+// For each code: one byte of its value as a float32. Byte 0 is the lowest.
 template <Element element, int byte>
 inline constexpr std::array<uint8_t, 16> kFloatByte = [] {
   std::array<uint8_t, 16> bytes{};
@@ -32,10 +32,10 @@ inline constexpr std::array<uint8_t, 16> kFloatByte = [] {
   return bytes;
 }();
 
-// The scales [16] of the step at k, after those of the step before it.
+// The scales [16] of the step at k, given those of the step before it.
 template <Scale scale>
 inline const uint8_t* next_scales(const Panel& panel, const uint8_t* scales, int64_t k) {
-  // A block of int4 is several steps; of the others it is the step.
+  // A block of int4 has several steps. A block of the other formats has one.
   if (element_of(scale) == Element::int4 && (k & (panel.block - 1)) != 0) return scales;
   return scales + kPanelRows * scale_size(scale);
 }
@@ -74,8 +74,8 @@ inline void with_dtype(DType dtype, F f) {
   }
 }
 
-// scale = amax / 127 for each 32, codes to nearest even; a block of zeros gets scale 0. A NaN in x makes the
-// scale NaN: compared as integers, the bits of a NaN are above those of every number.
+// scale = amax / 127 for each 32 values, codes rounded to nearest even. A block of zeros gets scale 0. A NaN
+// in x makes the scale NaN: compared as integers, the bits of a NaN are above those of every number.
 [[gnu::always_inline]] inline void quantize_block_int8(const float* x, int64_t count, int8_t* codes,
                                                        float* scale) {
   uint32_t top = 0;
@@ -109,7 +109,7 @@ inline void quantize_int8_row(const void* x, DType dtype, int64_t k, int8_t* cod
   });
 }
 
-// The bytes 0 2 4 6 1 3 5 7 of a word, 0 the lowest.
+// Reorders the bytes of a word to 0 2 4 6 1 3 5 7. Byte 0 is the lowest.
 inline uint64_t evens_then_odds(uint64_t word) {
   const auto evens = [](uint64_t x) {
     x &= 0x00ff00ff00ff00ffu;
@@ -177,8 +177,8 @@ inline void store_row(const float* tile, float factor, const void* bias, DType b
   });
 }
 
-// e^x to about 1e-7, without a branch so that loops over it vectorise: 2^n * e^r, |r| <= ln(2) / 2. Saturates
-// past +-87, where float32 ends; a NaN stays one.
+// e^x with an error of about 1e-7, as 2^n * e^r with |r| <= ln(2) / 2. It has no branch, so loops over it
+// vectorise. It saturates past +-87, near the end of float32's range. A NaN stays NaN.
 inline float exp_float(float x) {
   x = x < -87.f ? -87.f : x;
   x = x > 87.f ? 87.f : x;

@@ -1,6 +1,6 @@
-// Short runs of bytes at many addresses, and a number for what each holds: how a changed weight is noticed.
+// Hashes short runs of bytes at many addresses, to detect that a weight has changed.
 //
-// A plain C interface for ctypes: addresses of tensors' insides are no operands of an operator.
+// It has a plain C interface for ctypes, because addresses inside tensors cannot be operands of an operator.
 
 #include <torch/csrc/stable/ops.h>
 
@@ -41,7 +41,7 @@ EXPORT void fp4_runs_read(const uint8_t* const* at, const int64_t* bytes, int64_
   for (int64_t i = 0; i < runs; ++i) held[i] = number(at[i], bytes == nullptr ? kRun : bytes[i]);
 }
 
-// Whether any run holds something else now. `bytes` may be null: then all runs have kRun.
+// True if any run has changed. `bytes` may be null: then all runs have kRun bytes.
 EXPORT int fp4_runs_differ(const uint8_t* const* at, const int64_t* bytes, int64_t runs,
                            const uint64_t* held) {
   std::atomic<bool> found{false};
@@ -58,15 +58,15 @@ EXPORT int fp4_runs_differ(const uint8_t* const* at, const int64_t* bytes, int64
     try {
       torch::stable::parallel_for(0, runs, kRunsPerThread, compare);
       return found;
-    } catch (const std::exception&) {  // of torch's threads: it must not leave through ctypes
+    } catch (const std::exception&) {  // an exception of torch's threads must not leave through ctypes
     }
   }
   compare(0, runs);
   return found;
 }
 
-// Looks at a number that a GPU writes until its last 40 bits are at least `least`, or until so many
-// nanoseconds have passed. Returns the number.
+// Polls a number that a GPU writes until its last 40 bits are at least `least`, or until `nanoseconds` have
+// passed. Returns the number.
 EXPORT int64_t fp4_await(const int64_t* at, int64_t least, int64_t nanoseconds) {
   using Clock = std::chrono::steady_clock;
   const auto seen = [at] { return __atomic_load_n(at, __ATOMIC_ACQUIRE); };

@@ -1,4 +1,4 @@
-// From tensors to the plain pointers that the kernels take.
+// Turns tensors into the plain pointers that the kernels take.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -11,7 +11,7 @@
 
 namespace fp4::cpu {
 
-// The number of rows of k values that are worth waking a thread to pack them, or to unpack them.
+// The fewest rows of k values that are worth waking a thread to pack or unpack them.
 inline int64_t grain_for(int64_t k) { return std::max<int64_t>(1, fitted::grains::packed_values / (k + 1)); }
 
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
@@ -20,7 +20,7 @@ inline OptionalTensor as_contiguous(const OptionalTensor& t) {
   return t ? OptionalTensor(as_contiguous(*t)) : std::nullopt;
 }
 
-// A new CPU tensor, not initialised: the direct call, without the dispatcher.
+// A new, uninitialised CPU tensor, made by a direct call without the dispatcher.
 inline Tensor empty(const Shape& shape, ScalarType dtype) {
   Shape strides(shape.size());
   int64_t stride = 1;
@@ -44,7 +44,8 @@ T* mutable_data(const Tensor& t) {
   return static_cast<T*>(t.data_ptr());
 }
 
-// memcpy and memset, which must not get a null pointer, that of a tensor without elements, even for no bytes.
+// memcpy and memset that accept the null pointer of a tensor without elements. C allows no null pointer, even
+// for no bytes.
 inline void copy_bytes(void* to, const void* from, int64_t bytes) {
   if (bytes > 0) std::memcpy(to, from, bytes);
 }
@@ -86,7 +87,8 @@ class WeightOperand {
   Weight view_;
 };
 
-// Activations made contiguous and ready for the panel kernels; `as_float`: float32 rows, int8 codes too.
+// Activations made contiguous and prepared for the panel kernels. `as_float` asks for float32 rows, also for
+// int8 codes.
 class ActivationOperand {
  public:
   ActivationOperand(const Tensor& a, const OptionalTensor& a_scale, const OptionalTensor& a_global_scale,
