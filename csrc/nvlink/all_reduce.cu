@@ -1,4 +1,5 @@
-// All ranks get the same sum, with equal bits: each adds what all sent in the order of the ranks.
+// All-reduce. All ranks get the same bits, because each rank adds the parts of all ranks in the order of the
+// ranks.
 #include "launch.h"
 #include "protocol.cuh"
 #include "values.cuh"
@@ -8,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 512, kWordThreads = 128;
 
-// The sum of unit i, of which `from(r)` is what rank r sent.
+// The sum of a unit over all ranks. `own` is this rank's unit, `from(r)` the unit that rank r sent.
 template <Type type, class From>
 __device__ __forceinline__ uint4 total(const AllReduceParams& p, const uint4& own, const From& from) {
   float sum[Values<type>::kCount] = {};
@@ -32,7 +33,7 @@ __global__ void __launch_bounds__(kWordThreads) all_reduce_words(const __grid_co
   call.end();
 }
 
-// The units of a slot, of which there are as many on all ranks.
+// Divides the units into slots. All ranks have the same slots.
 struct Slots {
   int64_t units, each;
   int count;
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) all_reduce_flags(const __grid_consta
   call.end();
 }
 
-// First each rank adds its share of a slot, then it sends the sum to the others.
+// Reduces in two steps: each rank adds up its share of a slot, then sends the sum to the others.
 template <Type type>
 __global__ void __launch_bounds__(kThreads) all_reduce_twice(const __grid_constant__ AllReduceParams p) {
   const Call call(p.space, kAllReduce, p.signature);
@@ -95,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) all_reduce_twice(const __grid_consta
     }
     call.send_flags(slot);
     call.wait_flags(slot);
-    // A sum goes to the place of the sender's part of it, which nobody else uses: that share is the
-    // receiver's to read from this rank alone.
+    // A rank writes its sum to the place in the receiver's buffer where it would send its own part of that
+    // share. Nobody else uses that place: only the sum's owner reads parts of that share.
     for (int64_t i = share(slot, me) + threadIdx.x; i < share(slot, me + 1); i += kThreads) {
       const uint4 u = total<type>(p, x[i], [&](int r) { return load_data(call.part(me, r, 16 * i)); });
       out[i] = u;

@@ -1,4 +1,5 @@
-// Each token goes once to each rank that has one of its experts, into a place that its rank and number fix.
+// Gather. Each token is sent once to each rank that has one of its experts. Its rank and its number determine
+// its place there.
 #include "launch.h"
 #include "protocol.cuh"
 #include "values.cuh"
@@ -7,9 +8,9 @@ namespace fp4::nvlink {
 namespace {
 
 constexpr int kThreads = 512, kWordThreads = 256;
-constexpr int kAtOnce = 8;  // loads of a lane that are under way together
+constexpr int kAtOnce = 8;  // loads that a lane has in flight together
 
-// What the buffer of `space.rank` holds of row r * tokens + t.
+// Writes received ids and weights of row r * tokens + t to this rank's buffer.
 struct Received {
   const GatherParams& p;
   uint8_t* mine;
@@ -26,7 +27,7 @@ struct Received {
   }
 };
 
-// Piece i of a token: eight bytes of it, or behind them a slot's id and weight.
+// Piece i of a token: eight bytes of its row, or, after the row, the id and weight of a slot.
 __device__ __forceinline__ uint2 piece(const GatherParams& p, int t, int i) {
   if (t >= p.own) return make_uint2(i < p.row_bytes / 8 ? 0 : ~0u, 0);
   if (i < p.row_bytes / 8) return reinterpret_cast<const uint2*>(p.x + int64_t(t) * p.row_bytes)[i];
@@ -64,7 +65,7 @@ __global__ void __launch_bounds__(kWordThreads) gather_words(const __grid_consta
   call.end();
 }
 
-// A warp takes a token.
+// Each warp sends a token.
 __global__ void __launch_bounds__(kThreads) gather_rows(const __grid_constant__ GatherParams p) {
   const Call call(p.space, kGather, p.signature);
   call.begin();
@@ -72,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) gather_rows(const __grid_constant__ 
   const int warps = gridDim.x * (kThreads / 32), n = p.row_bytes / 16;
   for (int t = blockIdx.x + threadIdx.x / 32 * gridDim.x; t < p.tokens; t += warps) {
     const uint4* from = reinterpret_cast<const uint4*>(p.x + int64_t(t) * p.row_bytes);
-    uint4 v[kAtOnce];  // the first of the row are under way beside the ids
+    uint4 v[kAtOnce];  // the first loads of the row are in flight while the ids are read
     const auto load = [&](int i) {
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j)

@@ -1,11 +1,12 @@
-// The host's side of a launch.
+// The host side of a launch.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace fp4::nvlink {
 
-// The kernel may begin while the one before it runs, and begins with wait_previous_kernel().
+// Launches a kernel that may begin while the kernel before it still runs. It must call wait_previous_kernel()
+// before it uses that kernel's results.
 template <class Params>
 int launch(void (*kernel)(const Params), int blocks, int threads, void* stream, const Params& params) {
   cudaLaunchAttribute attribute = {};
@@ -20,7 +21,8 @@ int launch(void (*kernel)(const Params), int blocks, int threads, void* stream, 
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
-// How many blocks: the same on all ranks, since blocks of one number wait for each other.
+// The number of blocks. It must be the same on all ranks, because blocks with the same number wait for each
+// other.
 inline int at_most(int64_t blocks, int most) { return int(blocks < 1 ? 1 : blocks < most ? blocks : most); }
 
 }  // namespace fp4::nvlink

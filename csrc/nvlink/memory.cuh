@@ -1,4 +1,4 @@
-// What memory that several GPUs share asks of loads and stores: the PTX, and nothing else.
+// Loads and stores of memory that several GPUs share: only the PTX.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,7 +7,8 @@
 
 namespace fp4::nvlink {
 
-// With all that this thread, and by a barrier its block, wrote before.
+// Stores v after everything that this thread wrote before and, through a barrier, everything that its block
+// wrote.
 __device__ __forceinline__ void store_release(uint32_t* p, uint32_t v) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
@@ -32,14 +33,14 @@ __device__ __forceinline__ uint64_t load_relaxed(const uint64_t* p) {
   return v;
 }
 
-// Eight bytes twice, each of data and flag. GPUs deliver eight bytes whole.
+// Stores two pieces of eight bytes, each with data and flag. GPUs deliver eight bytes as a whole.
 __device__ __forceinline__ void store_word(void* p, uint2 data, uint32_t flag) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" ::"l"(p), "r"(data.x), "r"(flag),
                "r"(data.y)
                : "memory");
 }
 
-// x and z are data, y and w flags.
+// Returns data in x and z, flags in y and w.
 __device__ __forceinline__ uint4 load_word(const void* p) {
   uint4 v;
   asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -49,7 +50,7 @@ __device__ __forceinline__ uint4 load_word(const void* p) {
   return v;
 }
 
-// Of data that another GPU wrote, not of a cache of this multiprocessor.
+// Loads data that another GPU wrote, past the caches of this multiprocessor.
 __device__ __forceinline__ uint4 load_data(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -65,27 +66,28 @@ __device__ __forceinline__ int64_t nanoseconds() {
   return v;
 }
 
-// Until all that the kernels before wrote is there; this one may have begun while the last of them ran.
+// Waits until everything that earlier kernels wrote is visible. This kernel may have begun while the last of
+// them ran.
 __device__ __forceinline__ void wait_previous_kernel() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel begin, if it waits for this one's end by itself.
+// Lets the next kernel begin. That kernel must wait for the end of this one by itself.
 __device__ __forceinline__ void release_next_kernel() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Ends the kernel with an error, and the process's use of the GPU with it.
+// Ends the kernel with an error. The process cannot use the GPU afterwards.
 __device__ __forceinline__ void abort_kernel() {
   __threadfence_system();
   __trap();
 }
 
-// A wait goes on.
+// Called in each round of a wait.
 __device__ __forceinline__ void keep_waiting() {}
 
 }  // namespace fp4::nvlink

@@ -1,4 +1,4 @@
-// One call of all ranks: its epoch, who has begun it, waits that end.
+// One call of all ranks: its epoch, the ranks that have begun it, and waits with a timeout.
 #pragma once
 
 #include "interface.h"
@@ -6,7 +6,8 @@
 
 namespace fp4::nvlink {
 
-// 0 is what memory begins with, so that it is no epoch. Parities alternate all the same.
+// The epoch after e. Memory is initialised with 0, so 0 is not an epoch. The last number is followed by 2,
+// so the parities alternate.
 __device__ __forceinline__ uint32_t epoch_after(uint32_t e) { return e + 1 == 0 ? 2 : e + 1; }
 
 struct Call {
@@ -14,8 +15,8 @@ struct Call {
   Kind kind;
   uint32_t signature, epoch, parity;
 
-  // early: the call before this one had ended when the kernel launched before this one began. Then the caller
-  // waits for that by itself.
+  // early: the previous call ended before the kernel that was launched before this one began. The caller then
+  // calls wait_previous() itself.
   __device__ Call(const Workspace& w, Kind kind, uint32_t signature, bool early = false)
       : space(w), kind(kind), signature(signature) {
     if (!early) wait_previous();
@@ -23,7 +24,7 @@ struct Call {
     parity = epoch & 1;
   }
 
-  // The next kernel may get ready: what it reads of this call, it waits for.
+  // Also lets the next kernel begin, because it waits for what it reads of this call.
   __device__ __forceinline__ void wait_previous() const {
     wait_previous_kernel();
     release_next_kernel();
@@ -62,7 +63,7 @@ struct Call {
     __builtin_unreachable();
   }
 
-  // Until ready(), for something that `rank` sends.
+  // Waits until ready() is true, for something that `rank` sends.
   template <class Ready>
   __device__ __forceinline__ void wait(int rank, const Ready& ready) const {
     if (ready()) return;
@@ -88,7 +89,7 @@ struct Call {
     return make_uint2(v.x, v.z);
   }
 
-  // Sixteen bytes, in two words.
+  // Sends 16 bytes in two words.
   __device__ __forceinline__ void store_words(int to, int64_t i, const uint4& u) const {
     store_word(word(to, space.rank, i), make_uint2(u.x, u.y), epoch);
     store_word(word(to, space.rank, i + 1), make_uint2(u.z, u.w), epoch);
@@ -98,13 +99,14 @@ struct Call {
     return make_uint4(a.x, a.y, b.x, b.y);
   }
 
-  // All that this block stored for the others before is there once they see this slot's flag.
+  // Sets this slot's flag on the other ranks. Once they see it, everything that this block stored for them
+  // before is visible.
   __device__ __forceinline__ void send_flags(int slot) const {
     __syncthreads();
     const int r = threadIdx.x;
     if (r < space.ranks && r != space.rank) store_release(flag(r, space.rank, slot), epoch);
   }
-  // That this block has read what gather brought; what it stored may come later.
+  // Tells the others that this block has read what gather received. What it stored may become visible later.
   __device__ __forceinline__ void send_flags_alone(int slot) const {
     __syncthreads();
     const int r = threadIdx.x;
@@ -118,14 +120,14 @@ struct Call {
 
   // --- begin and end ---
 
-  // The first block tells that this rank is here.
+  // The first block tells the other ranks that this rank has begun.
   __device__ __forceinline__ void begin() const {
     const int r = threadIdx.x;
     if (blockIdx.x == 0 && r < space.ranks && r != space.rank)
       store_relaxed(header(r, space.rank), uint64_t(signature) << 32 | epoch);
   }
 
-  // It ends when all others have told so; the last block to end counts the epoch.
+  // Waits until all other ranks have begun. The last block to end counts the epoch.
   __device__ __forceinline__ void end() const {
     const int r = threadIdx.x;
     if (blockIdx.x == 0 && r < space.ranks && r != space.rank) {
@@ -145,17 +147,17 @@ struct Call {
   }
 };
 
-// Experts of rank r begin at experts * r / ranks.
+// The first expert of rank r.
 __device__ __forceinline__ int64_t first_expert(int experts, int ranks, int r) {
   return int64_t(experts) * r / ranks;
 }
 
-// The rank that has an expert in [0, experts).
+// The rank that has the expert `id`, which is in [0, experts).
 __device__ __forceinline__ int owner(int experts, int ranks, int64_t id) {
   return int(((id + 1) * ranks - 1) / experts);
 }
 
-// Of a token's slot; -1 where it is none of them.
+// The expert id of a token's slot, or -1 if it is not in [0, experts).
 __device__ __forceinline__ int64_t load_id(const void* ids, int ids64, int64_t i, int experts) {
   const int64_t id = ids64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
   return id >= 0 && id < experts ? id : -1;

@@ -1,4 +1,5 @@
-// Each rank sends, for each token of another, the sum over its own experts; the token's rank adds these up.
+// Reduce. For each token of another rank, each rank sends the sum over its own experts. The token's rank adds
+// these sums up.
 #include "launch.h"
 #include "protocol.cuh"
 #include "values.cuh"
@@ -8,16 +9,16 @@ namespace {
 
 constexpr int kThreads = 256, kWordThreads = 64;
 
-// A token's slots, one a lane.
+// A token's slots, one in each lane.
 struct Slots {
-  int id, place;  // of the expert here, or -1; in y
+  int id, place;  // the expert's id on this rank, or -1; its place in y
   float weight;
 };
 
-// The part of one row, 16 bytes of it a thread. All threads of a warp ask for the same row.
+// Reads the part of one row, 16 bytes in each thread. All threads of a warp ask for the same row.
 template <Type type>
-struct Parts {                       // as they are
-  static constexpr int kBlocks = 4;  // of a multiprocessor
+struct Parts {                       // y has finished parts
+  static constexpr int kBlocks = 4;  // blocks of a multiprocessor
   const ReduceParams& p;
 
   explicit __device__ Parts(const ReduceParams& p) : p(p) {}
@@ -34,7 +35,7 @@ struct Parts {                       // as they are
 };
 
 template <Type type, Type y_type>
-struct Experts {  // summed here
+struct Experts {  // y has rows of experts, which are summed here
   static constexpr int kCount = Values<type>::kCount, kLoads = kCount / Values<y_type>::kCount;
   static constexpr int kAtOnce = 4, kBlocks = kLoads == 1 ? 4 : 3;
   const ReduceParams& p;
@@ -47,7 +48,7 @@ struct Experts {  // summed here
     const int64_t i = row * p.top_k + lane;
     return {p.ids[i], place(i), p.weights[i]};
   }
-  // Of my token t, whose slot of this lane has expert `id` here or -1.
+  // The slots of this rank's token t. `id` is the expert of this lane's slot if it is on this rank, else -1.
   __device__ __forceinline__ Slots own_slots(int t, int id) const {
     const int lane = threadIdx.x % 32;
     if (lane >= p.top_k) return {-1, 0, 0.f};
@@ -59,7 +60,7 @@ struct Experts {  // summed here
     float sum[kCount] = {};
     for (uint32_t left = __ballot_sync(~0u, mine.id >= 0); left != 0;) {
       uint4 u[kAtOnce][kLoads];
-      int lanes[kAtOnce];  // of the next slots that have an expert here
+      int lanes[kAtOnce];  // lanes of the next slots that have an expert here
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j, left &= left - 1) {
         lanes[j] = 31 - __clz(left & -left);  // -1: there are no more
@@ -92,9 +93,9 @@ struct Experts {  // summed here
   }
 };
 
-// My token t: the ranks that send a part of it, which have one of its experts, and its slots here. Of what
-// gather brought nothing is read: a rank that has all parts of its tokens goes on, and its next gather may
-// bring another number of them to where mine were.
+// This rank's token t: its slots on this rank, and the ranks that send a part of it, which are those with one
+// of its experts. Nothing that gather received is read here. A rank that has all parts of its tokens goes on,
+// and its next gather may have another number of tokens and write over the place of this one.
 struct Own {
   uint32_t from = 0;
   Slots slots = {-1, 0, 0.f};
@@ -110,34 +111,35 @@ struct Own {
   }
 };
 
-// The work of a block: some tokens for all columns, or with words (token, some columns).
+// The work of a block at a time: with plain data all columns of a token, with words some columns of a token.
 struct Piece {
-  int t, column;  // of 16 bytes
+  int t, column;  // in units of 16 bytes
 };
 
-// Even blocks send parts to the others, odd ones add up what comes: so links and memory are busy at the same
-// time, and a rank's own part is made while the others' are on their way. A block's tokens come in slots, as
-// those of the block beside it; with plain data a slot has a flag.
+// Even blocks send parts to the other ranks, odd blocks add up the parts that arrive. Links and memory are
+// then busy at the same time, and a rank computes its own part while those of the others are on their way. A
+// block's tokens are grouped into slots, in the same way as those of the block beside it. With plain data
+// each slot has a flag.
 template <class Source, Type type, bool kWords>
 __global__ void __launch_bounds__(kWords ? kWordThreads : kThreads, kWords ? 8 : Source::kBlocks)
     reduce(const __grid_constant__ ReduceParams p) {
   constexpr int kCount = Values<type>::kCount;
   const Call call(p.space, kReduce, p.signature, p.early);
   const int me = p.space.rank, ranks = p.space.ranks;
-  const int units = p.columns / kCount;  // of a token
+  const int units = p.columns / kCount;  // units of a token
   const Source source(p);
   const int teams = gridDim.x / 2, team = blockIdx.x / 2;
   const bool sends = blockIdx.x % 2 == 0;
   const int across = kWords ? (units + int(blockDim.x) - 1) / int(blockDim.x) : 1;
   const int step = across * int(blockDim.x);
   const int pieces = p.tokens * across, turns = (pieces + teams - 1) / teams;
-  // A flag waits for all that was stored before: one token each is too few.
+  // Setting a flag waits for all earlier stores, so a slot has more than one token.
   const int most = kWords ? 1 : min(p.turns, kSlots / teams), each = max(2, (turns + most - 1) / most);
   const auto piece = [&](int turn) {
     const int i = turn * teams + team;
     return Piece{i / across, i % across * int(blockDim.x) + int(threadIdx.x)};
   };
-  // Columns of a piece; all threads of a warp go through the loop together.
+  // Calls f for the columns of a piece. All threads of a warp go through the loop together.
   const auto columns = [&](const Piece& at, const auto& f) {
     const int warp = at.column - at.column % 32;
     for (int first = warp; first < units; first += step) f(first + at.column % 32);
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(kWords ? kWordThreads : kThreads, kWords ? 8 :
   const auto slot_of = [&](int turn) { return turn / each * teams + team; };
   const auto ends_slot = [&](int turn) { return (turn + 1) % each == 0 || turn + 1 == turns; };
 
-  const auto begin = [&] {  // behind the first loads of what is there already
+  const auto begin = [&] {  // called after the first loads of data that is already there
     if (p.early) call.wait_previous();
     call.begin();
   };
@@ -153,7 +155,7 @@ __global__ void __launch_bounds__(kWords ? kWordThreads : kThreads, kWords ? 8 :
   if (sends) {
     const auto row = [&](int turn, int r) { return int64_t(r) * p.tokens + piece(turn).t; };
     const auto is_one = [&](int turn) { return turn < turns && piece(turn).t < p.tokens; };
-    const int other = me == 0 ? 1 : 0;  // the first of them
+    const int other = me == 0 ? 1 : 0;  // the first of the other ranks
     Slots next = is_one(0) ? source.slots(row(0, other)) : Slots{-1, 0, 0.f};
     begin();
     for (int turn = 0; turn < turns; ++turn) {
@@ -162,7 +164,7 @@ __global__ void __launch_bounds__(kWords ? kWordThreads : kThreads, kWords ? 8 :
         for (int r = other; r < ranks;) {
           const Slots now = next;
           const int after = r + 1 == me ? r + 2 : r + 1;
-          if (after < ranks) {  // under way while this one's rows are read
+          if (after < ranks) {  // these loads run while the rows of this one are read
             next = source.slots(row(turn, after));
           } else if (is_one(turn + 1)) {
             next = source.slots(row(turn + 1, other));

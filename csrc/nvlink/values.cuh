@@ -1,4 +1,4 @@
-// Sixteen bytes of a result's type as float32 values, and back.
+// Converts 16 bytes of a result's type to float32 values and back.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,12 +1,12 @@
-// Weights of layout mma_bf16 as int8, for rows of that: a code times its block scale, in units of a step that
-// each weight row has for 128 K, rounded once.
+// Converts weights of layout mma_bf16 to int8, for int8 rows. A code times its block scale is rounded once to
+// an integer number of steps. Each weight row has one step size for 128 K.
 //
-// Codes and scales become fp16 as for fp16 rows. Their product, a multiple of the step, is added to 24, where
-// fp16 has steps of 1/64: the integer is the low byte of the sum. The step's inverse needs no division: the
-// bits of a constant less those of the largest scale are those of nearly its inverse, with few bits, so that
-// scales times it are exact. With a scale for 16 K the largest code x the largest scale becomes 120 to 127,
-// for 32, where scales are powers of two, 96: so codes are exact whose scale is at least an eighth of the
-// largest.
+// Codes and scales become fp16 as for fp16 rows. Their product, in units of the step, is added to 24 by one
+// instruction. Numbers near 24 have a spacing of 1/64 in fp16, so the low byte of the sum is the integer. The
+// step's inverse needs no division: the bits of a constant minus the bits of the largest scale are nearly its
+// inverse. The result has few significant bits, so its products with scales are exact. With a scale for 16 K,
+// the largest code x the largest scale becomes 120 to 127. With a scale for 32 K, where scales are powers of
+// two, it becomes 96. Codes are then exact if their scale is at least an eighth of the largest.
 #pragma once
 
 #include "../device/e2m1_mma_bf16.cuh"
@@ -20,11 +20,12 @@ template <int kScaleBlock_>
 struct Int8Words {
   static constexpr Element kElement = Element::kInt8;
   static constexpr int kScaleBlock = kScaleBlock_;
-  static constexpr float kFactor = 2.0f;                // the integers are 64 of the sum's; 2^14 x 2^-7 / 64
-  static constexpr int kWords = 4;                      // of 32 K, in a step
-  static constexpr int kScaleWords = 64 / kScaleBlock;  // 32-bit words of a lane's scales for a step
+  static constexpr float kFactor = 2.0f;  // an integer is 64 times the sum's value; 2^14 x 2^-7 / 64
+  static constexpr int kWords = 4;        // words of 32 K in a step
+  static constexpr int kScaleWords = 64 / kScaleBlock;  // 32-bit words of a lane's scales in a step
 
-  // A lane's two rows for a step: of each word the factors of its two blocks; what one of the integers is.
+  // A lane's two rows for a step: the factors of the two blocks of each word, and the value of one integer
+  // step.
   struct Rows {
     half2 factor[kWords][2];
     float step[2];
@@ -56,8 +57,8 @@ struct Int8Words {
     }
   }
 
-  // One word: the A operand of a product of 32 K, whose K 4t to 4t + 3 are K 2t, 2t + 1, 2t + 8 and 2t + 9 of
-  // the first block, and 16 on those of the second.
+  // Converts one word to the A operand of a product of 32 K. K 4t to 4t + 3 of the operand are K 2t, 2t + 1,
+  // 2t + 8 and 2t + 9 of the first block. 16 K further are those of the second block.
   static __device__ __forceinline__ void quantize(uint2 word, const half2 (&factor)[2], uint32_t (&a)[4]) {
     uint32_t codes[2][4];
     Halves::codes(word.x, word.y, codes);
@@ -80,8 +81,8 @@ struct Int8Words {
  private:
   using Halves = Fp16Words<kScaleBlock>;
 
-  // In both halves, so that neither borrows: scale x inverse is 2^12 to 1.125 x 2^12 for the largest, or 1.25
-  // to 1.32 x 2^12.
+  // The constant is in both halves, so the subtraction borrows from neither. For the largest scale, scale x
+  // inverse is 2^12 to 1.125 x 2^12, or 1.25 to 1.32 x 2^12.
   static constexpr uint32_t kNearlyOne = kScaleBlock == 16 ? 0xA900A900 : 0xA800A800;
 
   Halves halves_;

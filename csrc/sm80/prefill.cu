@@ -1,5 +1,5 @@
-// The prefill kernels by mma.sync, behind the same entry points as Hopper's (csrc/sm90/prefill.cu), with the
-// same numbers; there are none but those for rows of 16 bits in plain order, and of int8.
+// The prefill kernels with mma.sync. They have the entry points and kernel numbers of Hopper's
+// (csrc/sm90/prefill.cu). Only kernels for 16-bit rows in plain order and for int8 rows exist.
 
 #include <mutex>
 
@@ -28,7 +28,7 @@ Candidates candidates_of(int kernel) {
   }
 }
 
-// Shared memory that launches may use at most, if it is less than the GPU's: for tests and measurements.
+// The most shared memory that launches may use, if it is less than the GPU has. For tests and measurements.
 std::atomic<int> most_shared{0};
 
 int attribute(cudaDeviceAttr which, int device, int otherwise) {
@@ -36,14 +36,14 @@ int attribute(cudaDeviceAttr which, int device, int otherwise) {
   return cudaDeviceGetAttribute(&value, which, device) == cudaSuccess && value > 0 ? value : otherwise;
 }
 
-// Cycles of a tensor core for one mma.m16n8k16 of bf16 with float32 sums: measured on an H100; 2048
-// operations a clock and multiprocessor on sm_80; on others half of that, which GeForce cards halve again.
+// Cycles of a tensor core for one mma.m16n8k16 of bf16 with float32 sums. The H100's are measured. sm_80
+// makes 2048 operations a clock and multiprocessor, other GPUs half of that, and GeForce cards a quarter.
 double mma_cycles(int major, int minor) {
   if (major == 9 || major == 10) return fitted::mma_cycles[0];
   return fitted::mma_cycles[major == 8 && minor == 0 ? 1 : 2];
 }
 
-// Of the current GPU; without one, as to memory, the least.
+// Reads the properties of the GPU. Properties that CUDA cannot tell get the values of a small GPU.
 Device read_device(int device) {
   Device d;
   d.sms = attribute(cudaDevAttrMultiProcessorCount, device, 1);
@@ -91,12 +91,12 @@ extern "C" const char* fp4_kernel_prefill_config_name(int kernel, int config) {
   return config >= 0 && config < candidates.count ? candidates.list[config].name : "";
 }
 
-// Bytes of scratch memory that a launch needs.
+// The size in bytes of the scratch memory that a launch needs.
 extern "C" int64_t fp4_kernel_prefill_workspace(int kernel, int sms) {
   return workspace_bytes(candidates_of(kernel), sms);
 }
 
-// How a launch with `config` goes on the current GPU, if that had `sms` multiprocessors.
+// The choice for a launch with `config` on the current GPU, if it had `sms` multiprocessors.
 extern "C" Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
                                             int config) {
   Device device = current_device();
@@ -104,5 +104,5 @@ extern "C" Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, in
   return choose(candidates_of(kernel), {static_cast<RowMode>(mode), groups, m, n, kp}, device, config);
 }
 
-// From now on launches use at most so many bytes of shared memory in a block; 0: what the GPU has.
+// Limits the shared memory of a block in later launches. 0 means no limit but the GPU's.
 extern "C" void fp4_kernel_prefill_most_shared(int bytes) { most_shared = bytes; }

@@ -1,5 +1,5 @@
-// The candidates, whatever K share a scale. Each weight format and type of rows has a file of its own, so
-// that they compile side by side.
+// The candidates, for both sizes of scale blocks. Each weight format and type of rows has its own source
+// file, so they compile in parallel.
 #pragma once
 
 #include <iterator>
@@ -27,7 +27,8 @@ constexpr Candidate kCandidates[] = {
     candidate<PrefillConfig<Words, 4, 1, 2, Few, 4, 3>>("rows 128, tokens 16, warps 4, stages 4"),
 };
 
-// Those of int8 rows, whose integer sums need registers, too: none of a multiprocessor's 12 warps.
+// The candidates for int8 rows. Their integer sums need registers, too, so no candidate puts 12 warps on a
+// multiprocessor.
 template <class Words>
 constexpr Candidate kInt8Candidates[] = {
     candidate<PrefillConfig<Words, 8, 1, 2, Wide, 2, 1>>("rows 256, tokens 128, warps 8, stages 2"),
@@ -37,7 +38,8 @@ constexpr Candidate kInt8Candidates[] = {
     candidate<PrefillConfig<Words, 4, 1, 2, Small, 4, 3>>("rows 128, tokens 32, warps 4, stages 4"),
 };
 
-// Of each weight format and type of rows, in its file. b32: with a scale for 32 K, not 16.
+// The candidates of each weight format and type of rows, defined in its own file. b32: one scale for 32 K
+// instead of 16.
 Candidates bf16_candidates();
 Candidates bf16_b32_candidates();
 Candidates fp16_candidates();

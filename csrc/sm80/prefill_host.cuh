@@ -1,4 +1,4 @@
-// Host side of the prefill GEMMs by mma.sync: the choice among candidates, and launches.
+// The host side of the prefill GEMMs with mma.sync: the choice among candidates, and launches.
 #pragma once
 
 #include <algorithm>
@@ -16,12 +16,12 @@ namespace fp4::sm80 {
 
 constexpr int kTooLittleShared = -3;
 
-// What the choice knows of a GPU.
+// The properties of a GPU that the choice uses.
 struct Device {
   int sms;
-  int block_shared, sm_shared;  // bytes of shared memory that a block, or a multiprocessor, can have
+  int block_shared, sm_shared;  // the most bytes of shared memory of a block, and of a multiprocessor
   double clock;                 // Hz
-  double mma_cycles;            // of a tensor core for one mma.m16n8k16
+  double mma_cycles;            // cycles of a tensor core for one mma.m16n8k16
   double memory_rate;           // bytes a second
 };
 
@@ -79,7 +79,8 @@ constexpr Candidate candidate(const char* name) {
           launch<Config>};
 }
 
-// Blocks of a candidate that a multiprocessor holds; 0 if not even one. The system keeps 1 KB for each.
+// The number of blocks of a candidate that a multiprocessor holds, or 0 if none fits. The system keeps 1 KB
+// for each block.
 inline int blocks_of(const Candidate& candidate, const Device& device) {
   if (candidate.shared_bytes > device.block_shared) return 0;
   return std::clamp(device.sm_shared / (candidate.shared_bytes + 1024), 1, candidate.blocks);
@@ -90,21 +91,25 @@ struct Size {
   int groups, m, n, kp;
 };
 
-// Fitted to times on an H100 (docs/kernels.md). Cycles of a multiprocessor that all blocks of it share:
-//   kDecode, kFixed  a warp's instructions that make the operands A of 16 rows by 32 K; others of half a step
-//   kBusy, kBeside   how much longer half a step takes than its tensor cores' work (or its instructions, if
-//                    those are more), and how much of the other comes on top
-//   kBarrier         the half step's start, which other blocks of the multiprocessor hide
-//   kTile, kStore    of a tile, and of each 16 x 8 sums of a warp
-//   kLatency         seconds from a copy's request to its arrival where memory is busy
-//   kLaunch          seconds
+// Fitted to times on an H100 (docs/kernels.md). The cycles are those of a multiprocessor, which all of its
+// blocks share:
+//   kDecode, kFixed  instructions of a warp to decode the operands A of 16 rows by 32 K; other instructions
+//   of
+//                    a half step
+//   kBusy, kBeside   a half step takes kBusy times the larger of its tensor cores' work and its instructions,
+//                    plus kBeside times the smaller
+//   kBarrier         start of a half step, which other blocks of the multiprocessor hide
+//   kTile, kStore    cost of a tile, and of each 16 x 8 sums of a warp
+//   kLatency         seconds from a copy's request to its arrival when memory is busy
+//   kLaunch          seconds of a launch
 constexpr double kDecode = fitted::decode, kFixed = fitted::fixed, kBusy = fitted::busy,
                  kBeside = fitted::beside, kBarrier = fitted::barrier, kTile = fitted::tile,
                  kStore = fitted::store, kLatency = fitted::latency, kLaunch = fitted::launch;
 
-// Cycles of half a step of 64 K. A product of int8 takes the time of one of bf16 with half as many K, as on
-// all GPUs but GeForce cards, which make it in half of that; its weights take twice the instructions, and its
-// sums three each for 128 K (counted, not fitted). If all of the multiprocessor's blocks do the same.
+// Cycles of a half step of 64 K, if all blocks of the multiprocessor do the same. An int8 product takes the
+// time of a bf16 product with half as many K on all GPUs except GeForce cards, which need half of that time.
+// Decoding int8 weights takes twice the instructions, and int8 sums take three instructions each for 128 K
+// (counted, not fitted).
 inline double half_step_cycles(const Candidate& c, int width, const Device& device, int blocks) {
   const double eights = double(width) / c.warps_n / 8, mmas = (c.int8 ? 2 : 4) * c.tiles_m * eights;
   double instructions = mmas + 2 * c.tiles_m * kDecode + 2 * eights + kFixed;
@@ -119,14 +124,14 @@ inline double tile_cycles(const Candidate& c, int width, int steps, const Device
   return 2 * steps * half_step_cycles(c, width, device, blocks) + kTile / blocks + kStore * sums;
 }
 
-// Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
+// The cycles that sharing a tile costs: for one more part, and for each of a tile's sums that goes through
 // memory.
 constexpr double kShareCycles = fitted::share_cycles, kShareSum = fitted::share_sum;
 
-// Of the work of tensor cores and that of memory, the less, what the other does not hide.
+// The share of the smaller of compute and memory time that the larger one does not hide.
 constexpr double kBoth = fitted::both;
 
-// A launch of a candidate that fits, for groups of equal expected size.
+// Estimates a launch of a candidate that fits, for groups of equal expected size.
 inline Estimate estimate(const Candidate& c, const Size& size, const Device& device, int tile_width) {
   const ExpectedRows rows(size.mode, size.groups, size.m);
   const int steps = size.kp / kStepK, each = blocks_of(c, device), blocks = each * device.sms;
@@ -134,7 +139,7 @@ inline Estimate estimate(const Candidate& c, const Size& size, const Device& dev
                   [&](int width) { return tile_cycles(c, width, steps, device, each); });
   const int columns = ceil_div(size.n, c.rows());
   const double tiles = std::round(load.tiles / 2 * rows.groups * columns);
-  const double cycles = load.cycles / load.tiles * each;  // of a block's tile, beside the other blocks
+  const double cycles = load.cycles / load.tiles * each;  // of a tile while the other blocks run, too
   const double step_bytes = double(c.rows()) / kTileRows * (kTileCodes + c.tile_scales);
   const double bytes = load.columns / 2 * rows.groups * columns * steps * step_bytes;
   const double on_the_way = blocks * (c.stages - 1) * step_bytes;
@@ -149,7 +154,8 @@ inline Estimate estimate(const Candidate& c, const Size& size, const Device& dev
   return {kLaunch + time / device.clock, share_below, tile_width, false};
 }
 
-// The candidate `given`, or if that is negative the one with the least time; none (-1) where none fits.
+// Chooses the candidate `given` or, if that is negative, the one with the least time. Chooses none (-1) if
+// none fits.
 inline Choice choose(const Candidates& candidates, const Size& size, const Device& device, int given = -1) {
   Choice best;
   best.candidate = -1;
@@ -170,7 +176,7 @@ inline int64_t part_bytes(const Candidate& candidate) {
   return candidate.sum_bytes + candidate.threads() * kWord;
 }
 
-// What a launch needs at most, for a part a block.
+// The most scratch memory that a launch needs: one part for each block.
 inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   int64_t bytes = 0;
   for (int i = 0; i < candidates.count; ++i)
@@ -178,7 +184,7 @@ inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   return bytes;
 }
 
-// Returns 0, a cudaError_t, or a negative number: kBadArgument, kTooLittleShared.
+// Returns 0, a cudaError_t, or a negative error: kBadArgument, kTooLittleShared.
 inline int run(const Candidates& candidates, const PrefillArguments& a, const Device& device) {
   const bool int8 = candidates.count > 0 && candidates.list[0].int8;
   if (!is_valid(a, int8 ? 1 : 2, candidates.count)) return kBadArgument;

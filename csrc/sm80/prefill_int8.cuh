@@ -1,6 +1,6 @@
-// The products of int8 rows: a warp's part of a step of 128 K. All of its weights are in registers first.
-// Then of each 16 tokens integers are summed, which begin at the bits of 1.5 x 2^23: so what they end at are
-// the bits of that float32 number plus the sum.
+// The products of int8 rows: a warp's share of a step of 128 K. First it decodes all of its weights of the
+// step into registers. Then it sums integers for each 16 tokens. The sums begin at the bits of 1.5 x 2^23;
+// their final bits are therefore those of the float32 number 1.5 x 2^23 + sum.
 #pragma once
 
 #include "prefill_products.cuh"
@@ -16,7 +16,8 @@ class Int8Products {
 
   __device__ __forceinline__ void keep_constants() { words_.keep_constants(threadIdx.x % kWarp); }
 
-  // The first step's weights; past the last tile they are what lies in shared memory, for nobody.
+  // Decodes the weights of the first step. After the last tile these are leftovers in shared memory, which
+  // nobody uses.
   __device__ __forceinline__ void begin() {
     copy_wait<Config::Pending>();
     __syncthreads();
@@ -50,7 +51,7 @@ class Int8Products {
 
   static constexpr int kBegin = 0x4B400000;  // 1.5 x 2^23
 
-  // Of the next step: a lane's codes and the bytes of its scales.
+  // Loads a lane's codes and the bytes of its scales for the next step.
   __device__ __forceinline__ void load_raw() {
     const int g = threadIdx.x % kWarp / 4;
     const auto [codes, scales] = weight_places(shared_, stage_);
@@ -79,7 +80,8 @@ class Int8Products {
     }
   }
 
-  // The `p`-th 16 tokens of the warp, whose X and scales this lane reads there.
+  // Multiplies the `p`-th 16 tokens of the warp. `x` and `scales` are the addresses of their X and scales for
+  // this lane.
   __device__ __forceinline__ void multiply_16(Sums& sums, uint32_t x, uint32_t scales, int p) {
     int sum[Config::TilesM][2][4];
 #pragma unroll
@@ -120,7 +122,7 @@ class Int8Products {
   uint2 codes_[Config::TilesM][Words::kWords];
   uint32_t scales_[Config::TilesM][Words::kScaleWords];
   uint32_t fragments_[Config::TilesM][Words::kWords][4];
-  float steps_[Config::TilesM][2];  // of a lane's rows
+  float steps_[Config::TilesM][2];  // step sizes of a lane's rows
   int x_slot_ = 0, stage_ = 0;
 };
 

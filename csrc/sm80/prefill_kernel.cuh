@@ -1,21 +1,21 @@
-// Grouped GEMM by mma.sync, 4-bit weights of layout mma_bf16 x bf16, fp16 or int8 activations, for many
-// tokens, on every GPU from sm_80 on: out[r, n] = scale[r] * sum_k w[n, k] x[r, k].
+// Grouped GEMM with mma.sync for many tokens, on every GPU from sm_80 on: 4-bit weights of layout mma_bf16 x
+// bf16, fp16 or int8 activations. out[r, n] = scale[r] * sum_k w[n, k] x[r, k].
 //
-// The operands are swapped: weights are operand A of mma.m16n8k16 or, of int8, k32, made in registers by the
-// warps that multiply, so that no decoded weight touches shared memory; tokens are N. A warp has 16 to 64
-// weight rows and up to 128 tokens: each fragment of weights is used for all of them (prefill_products.cuh,
-// prefill_int8.cuh).
+// The operands are swapped: weights are operand A of mma.m16n8k16 (for int8 k32), and tokens are N. The warps
+// that multiply decode weights into registers, so no decoded weight touches shared memory. A warp has 16 to
+// 64 weight rows and up to 128 tokens, and uses each fragment of weights for all of its tokens
+// (prefill_products.cuh, prefill_int8.cuh).
 //
-// A block is persistent, and all of its warps do the same. X comes in parts of 128 bytes a row, which are
-// half steps of 64 K, or of int8 steps of 128; weights come in steps of 128, by cp.async into two rings. Each
-// part begins with a barrier, before which its X has arrived and after which what the part before read is
-// overwritten. Weights arrive a part earlier than X: their codes are in registers, and the first fragments
-// made, before the barrier. Copies run ahead over the ends of tiles, so the next tile's are under way while
-// the sums of one are stored.
+// A block is persistent, and all of its warps do the same work. cp.async copies X and weights into two rings.
+// X comes in parts of 128 bytes a row: half steps of 64 K, or for int8 whole steps of 128. Weights come in
+// steps of 128. Each part begins with a barrier. Its X has arrived before the barrier; after it, the data of
+// the part before may be overwritten. Weights arrive one part earlier than X: before the barrier their codes
+// are in registers, and the first fragments are decoded. Copies run ahead past the ends of tiles, so those of
+// the next tile are in flight while the sums of a tile are stored.
 //
-// One warp walks over the tiles and tells the others through shared memory (TileInfo). What is more than full
-// waves of tiles is shared out in parts of K (Shares): each part but a tile's first leaves its sums in global
-// memory for the block that has that one.
+// One warp walks over the tiles and tells the other warps through shared memory (TileInfo). Tiles beyond full
+// waves are split into parts of K that the blocks share (Shares). The block of a tile's first part adds up
+// all of its parts; the other parts leave their sums in global memory for that block.
 #pragma once
 
 #include <new>
@@ -85,7 +85,7 @@ class PrefillBlock {
     return {shared_.info[slot].width, shared_.info[slot].steps};
   }
 
-  // The next tile of the walk; of width 0 after the last.
+  // Writes the next tile of the walk to shared memory, or one of width 0 after the last.
   __device__ __forceinline__ void tell(int slot) {
     Tile tile;
     const bool more = walk().next(tile);
@@ -104,17 +104,17 @@ class PrefillBlock {
   static constexpr int kCodePieces = kTileCodes / kPiece, kCodePass = Config::Threads / kCodePieces;
   static constexpr int kScalePieces = Config::TileScales / kPiece;
 
-  // What is fetched next, as this thread's part of it.
+  // The data that is fetched next: this thread's part of it.
   struct Cursor {
-    int slot = 0;    // of its TileInfo; its width is 0 after the last tile
-    int steps = 0;   // yet to fetch of the tile, this one's included
-    int x_left = 0;  // bytes of a row of X from this thread's on
-    int rows = 0;    // of X from this thread's on
+    int slot = 0;    // slot of its TileInfo, whose width is 0 after the last tile
+    int steps = 0;   // steps of the tile that are still to be fetched, including this one
+    int x_left = 0;  // bytes of the row of X from this thread's first one on
+    int rows = 0;    // rows of X from this thread's row on
     const uint8_t* x = nullptr;
-    const float* x_scale = nullptr;  // of int8: of the thread's number's row
-    int row_tiles = 0;               // of the weight from the tile's first on
-    int row_tile = 0;                // the tile's first and its step, counted over all of the layout
-    int x_slot = 0, stage = 0;       // where it goes
+    const float* x_scale = nullptr;  // for int8: the scale of the row with this thread's number
+    int row_tiles = 0;               // row tiles of the weight from the tile's first one on
+    int row_tile = 0;                // index of the first row tile and the step in the whole layout
+    int x_slot = 0, stage = 0;       // destination
   };
 
   __device__ __forceinline__ void aim() {
@@ -137,7 +137,7 @@ class PrefillBlock {
         info.first;
   }
 
-  // X of a part.
+  // Copies X for a part.
   __device__ __forceinline__ void copy_x() {
     const int row = threadIdx.x / kXPieces, piece = threadIdx.x % kXPieces;
     const uint32_t to =
@@ -159,7 +159,7 @@ class PrefillBlock {
     cursor_.x_slot = cursor_.x_slot + 1 == Config::XSlots ? 0 : cursor_.x_slot + 1;
   }
 
-  // Weights of a step.
+  // Copies the weights of a step.
   __device__ __forceinline__ void copy_weights() {
     const int stage = cursor_.stage, steps = problem_.tiling.steps;
     const uint32_t codes = smem_address(shared_.codes[stage]) + threadIdx.x * kPiece;
@@ -180,8 +180,8 @@ class PrefillBlock {
     cursor_.stage = stage + 1 == Config::Stages ? 0 : stage + 1;
   }
 
-  // What the part `Ahead` after this one needs (kPart: which of its step they are), and after the last part
-  // the weights of the step that follows.
+  // Copies what the part `Ahead` parts later needs. kPart is the part's number in its step. After the last
+  // part of a step it also copies the weights of the next step.
   template <int kPart>
   __device__ __forceinline__ void copy_part() {
     copy_x();
@@ -195,8 +195,8 @@ class PrefillBlock {
     copy_commit();
   }
 
-  // The walk is as many tiles ahead of the products as there are stages, so that copies know theirs even if
-  // each tile has one step.
+  // The walk is as many tiles ahead of the products as there are stages, so copies know their tile even if
+  // each tile has only one step.
   __device__ __forceinline__ void begin_copies() {
 #pragma unroll 1
     for (int i = 0; i < Config::Stages; ++i) {
@@ -213,7 +213,7 @@ class PrefillBlock {
     }
   }
 
-  // Runs the loop for tiles so wide.
+  // Runs the loop that is compiled for this width of tile.
   template <int Width, int... Others>
   __device__ __forceinline__ void multiply(WidthList<Width, Others...>, Sums& sums, TileSize tile) {
     if (sizeof...(Others) == 0 || tile.width == Width) {
@@ -227,9 +227,10 @@ class PrefillBlock {
 
   // ---- parts of K ----
 
-  // The sums of a part of K in global memory: of each thread a float4 for eight tokens of 16 rows, and a
-  // flag. The thread that has written its sums raises it with the launch's ticket; the same one of the block
-  // that adds them lowers it again, for a launch with the same ticket (a CUDA graph's next replay).
+  // The sums of a part of K in global memory: for each thread a float4 for every eight tokens of 16 rows, and
+  // a flag. The thread sets its flag to the launch's ticket after it has written its sums. The thread with
+  // the same number in the block that adds them clears the flag, because a later launch may have the same
+  // ticket (the next replay of a CUDA graph).
   __device__ __forceinline__ float4* part_sums(int part) const {
     return problem_.part_sums + part * (Config::SumBytes / 16) + threadIdx.x;
   }
@@ -250,7 +251,7 @@ class PrefillBlock {
     store_release(part_flag(tile.part), problem_.ticket);
   }
 
-  // In the order of K, whenever they come.
+  // Adds the sums of the other parts in the order of K, in whatever order they arrive.
   __device__ __forceinline__ void add_sums(Sums& sums, const TileInfo& tile) {
     const int tokens = tile.width / Config::WarpsN;
 #pragma unroll 1

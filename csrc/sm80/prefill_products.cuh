@@ -1,4 +1,4 @@
-// The products of 16-bit rows: a warp's part of a step of 128 K, in two halves.
+// The products of 16-bit rows: a warp's share of a step of 128 K, in two halves.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,8 @@ __device__ __forceinline__ int warp_n() {
   return threadIdx.x / kWarp / Config::WarpsM;
 }
 
-// Where this lane reads a fragment of X: token l % 8 of eight of 16, and 16 of 32 bytes, swizzled.
+// The address offset at which this lane reads a fragment of X: token l % 8 of one of the two eights of 16
+// tokens, and one of the two halves of 32 bytes, swizzled.
 template <class Config, int Width>
 __device__ __forceinline__ uint32_t x_place() {
   const int lane = threadIdx.x % kWarp, token = lane / 16 * 8 + lane % 8;
@@ -26,7 +27,7 @@ __device__ __forceinline__ uint32_t x_place() {
          ((lane / 8 % 2) ^ (lane % 8)) * kPiece;
 }
 
-// Where this lane reads its warp's codes, but for their slots, and scales of a stage.
+// The addresses at which this lane reads its warp's codes (without their slots) and scales in a stage.
 struct WeightPlaces {
   uint32_t codes, scales;
 };
@@ -38,7 +39,8 @@ __device__ __forceinline__ WeightPlaces weight_places(SharedStorage<Config>& sha
           smem_address(shared.scales[stage]) + warp_m<Config>() * Config::TilesM * Config::TileScales +
               g * (Config::TileScales / 8)};
 }
-constexpr int kNextCodes = 16 * (MmaBf16::slot(0, 2) - MmaBf16::slot(0, 0));  // of the next 64 K
+// The offset of the codes of the next 64 K.
+constexpr int kNextCodes = 16 * (MmaBf16::slot(0, 2) - MmaBf16::slot(0, 0));
 
 template <class Config>
 class HalfProducts {
@@ -49,7 +51,8 @@ class HalfProducts {
 
   __device__ __forceinline__ void keep_constants() { words_.keep_constants(threadIdx.x % kWarp); }
 
-  // The first half step's weights; past the last tile they are what lies in shared memory, for nobody.
+  // Decodes the weights of the first half step. After the last tile these are leftovers in shared memory,
+  // which nobody uses.
   __device__ __forceinline__ void begin() {
     copy_wait<Config::Pending>();
     __syncthreads();
@@ -68,15 +71,15 @@ class HalfProducts {
  private:
   using Words = typename Config::Words;
 
-  // Of a warp's rows and 64 K: a lane's codes and the bytes of its scales.
+  // For a warp's rows and 64 K: a lane's codes and the bytes of its scales.
   struct Raw {
     uint2 codes[Config::TilesM][2];
     uint32_t scales[Config::TilesM][2];
   };
-  // Of 32 K: operands A of two products for each 16 rows.
+  // For 32 K: operands A of two products for each 16 rows.
   using Fragments = uint32_t[Config::TilesM][2][4];
 
-  // `kHalf` of the step in `stage`.
+  // Loads half `kHalf` of the step in `stage`.
   template <int kHalf>
   __device__ __forceinline__ void load_raw(int stage) {
     const int g = threadIdx.x % kWarp / 4;
@@ -96,7 +99,7 @@ class HalfProducts {
     }
   }
 
-  // The `i`-th 32 K of what was loaded.
+  // Decodes the `i`-th 32 K of the loaded half.
   template <int i>
   __device__ __forceinline__ void decode(Fragments& fragments) {
 #pragma unroll
@@ -112,7 +115,7 @@ class HalfProducts {
     }
   }
 
-  // The products of 32 K: `i`-th of the half step whose X begins at `x`, for this lane (see x_row).
+  // Multiplies the `i`-th 32 K of the half step. `x` is the address of its X for this lane (see x_place).
   template <int Width, int i>
   __device__ __forceinline__ void multiply_32(Sums& sums, const Fragments& fragments, uint32_t x) {
     static_assert(Width % (16 * Config::WarpsN) == 0);
@@ -155,7 +158,7 @@ class HalfProducts {
     load_early();
   }
 
-  // What the next half step multiplies first.
+  // Loads the X that the next half step multiplies first.
   __device__ __forceinline__ void load_early() {
     const uint32_t x = smem_address(shared_.x[x_slot_]) + x_place<Config, Config::MaxTokens>();
 #pragma unroll

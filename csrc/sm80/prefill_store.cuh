@@ -1,4 +1,4 @@
-// What becomes of a tile's sums: scaled, with the bias, gated, and stored.
+// Stores a tile's sums: scales them, adds the bias, applies the gate, and writes the results.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,15 +10,16 @@
 
 namespace fp4::sm80 {
 
-// A warp's: of 16 rows and eight tokens each, lane 4g + t has rows 2g (x, y) and 2g + 1 (z, w) for tokens 2t
-// and 2t + 1.
+// The sums of a warp. Of each 16 rows and eight tokens, lane 4g + t has rows 2g (x, y) and 2g + 1 (z, w) for
+// tokens 2t and 2t + 1.
 template <class Config>
 struct WarpSums {
   static constexpr int kEights = Config::WarpTokens / 8;
   float4 tile[Config::TilesM][kEights];
 };
 
-// Of `type`, one of the two of 16 bits: chosen here, as the epilogue is long and one copy of it serves both.
+// Rounds a pair to `type`, one of the two 16-bit types. The type is chosen here at run time, because the
+// epilogue is long and one copy of it serves both.
 __device__ __forceinline__ uint32_t round_pair(float a, float b, DType type) {
   const __half2 halves = __floats2half2_rn(a, b);
   const __nv_bfloat162 others = __floats2bfloat162_rn(a, b);
@@ -26,7 +27,7 @@ __device__ __forceinline__ uint32_t round_pair(float a, float b, DType type) {
                                  : reinterpret_cast<const uint32_t&>(others);
 }
 
-// Where a lane's results go, and by what they are multiplied.
+// The destinations of a lane's results, and their factors.
 template <class Config, bool kGated>
 class TileStore {
  public:
@@ -65,7 +66,7 @@ class TileStore {
     return row_ + m * kTileRows + threadIdx.x % kWarp / 4 * 2;
   }
 
-  // f(token in the tile, the scale of it and the next's, j) for each eight tokens of the warp.
+  // Calls f(token in the tile, the scales of this token and the next, j) for every eight tokens of the warp.
   template <class F>
   __device__ __forceinline__ void for_eights(const F& f) const {
 #pragma unroll
@@ -81,7 +82,7 @@ class TileStore {
     }
   }
 
-  // Word: two neighbouring rows of the weight, which are neighbours in the output.
+  // Word: two neighbouring rows of the weight, which are neighbouring columns of the output.
   template <class Word>
   __device__ __forceinline__ void store_plain(const WarpSums<Config>& sums) const {
     for_eights([&](int token, float2 scale, int j) {
@@ -108,8 +109,9 @@ class TileStore {
     });
   }
 
-  // Rows 2i and 2i + 1 are gate and up of column i: a lane has one column of each 16 rows. Two neighbouring
-  // lanes exchange theirs, so that one stores two columns of the even tile of rows, the other of the odd.
+  // Rows 2i and 2i + 1 are gate and up of column i, so a lane has one column of each 16 rows. Two
+  // neighbouring lanes exchange columns: one then stores two columns of the even row tile, the other two
+  // columns of the odd one.
   __device__ __forceinline__ void store_gated(const WarpSums<Config>& sums) const {
     static_assert(Config::TilesM % 2 == 0);
     const int g = threadIdx.x % kWarp / 4, odd = g % 2;
@@ -145,7 +147,7 @@ class TileStore {
 
   const Problem& problem_;
   const TileInfo& tile_;
-  int row_, token_, tokens_;  // the warp's first row; this lane's first token; the warp's
+  int row_, token_, tokens_;  // first row of the warp; first token of this lane; number of tokens of the warp
   float factor_;
   float2 bias_[Config::TilesM];
 };

@@ -1,15 +1,15 @@
-// What the mma.sync kernels ask of the GPU beside device/ptx.cuh, and every GPU from sm_80 on has.
-// tests/helpers/sm90_emulator/ptx_sm80.cuh says in C++ what each of them does.
+// GPU instructions of the mma.sync kernels beyond device/ptx.cuh. Every GPU from sm_80 on has them.
+// tests/helpers/sm90_emulator/ptx_sm80.cuh defines each of them in C++.
 #pragma once
 
 #include <cstdint>
 
 namespace fp4::sm80 {
 
-// ---- copies into shared memory that run beside the thread's own work ----
+// ---- copies into shared memory that run in the background ----
 
-// If `wanted` 16 bytes, which are read if `there` and else are zeros. Past L1. Without branches, so that the
-// compiler can put other work between copies.
+// Copies 16 bytes if `wanted`, past L1. They are read from memory if `there` and are zeros otherwise. It has
+// no branches, so the compiler can put other work between copies.
 __device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool wanted, bool there) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
@@ -18,7 +18,7 @@ __device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool wa
       : "memory");
 }
 
-// The same of 4 bytes.
+// The same for 4 bytes.
 __device__ __forceinline__ void copy_4(uint32_t smem, const void* from, bool wanted, bool there) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
@@ -27,7 +27,8 @@ __device__ __forceinline__ void copy_4(uint32_t smem, const void* from, bool wan
       : "memory");
 }
 
-// If `wanted` 16 bytes of weights, which are read once: memory brings what lies beside them, too.
+// Copies 16 bytes of weights if `wanted`. Memory also brings the bytes beside them into L2. Weights are read
+// only once.
 __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from, bool wanted) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
@@ -38,7 +39,7 @@ __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from, b
 
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most `Pending` of this thread's committed groups are under way.
+// Waits until at most `Pending` of this thread's committed groups are in flight.
 template <int Pending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
@@ -46,8 +47,8 @@ __device__ __forceinline__ void copy_wait() {
 
 // ---- fragments ----
 
-// Four matrices of 8 rows of 16 bytes, lane i giving the address of row i % 8 of matrix i / 8; lane i gets of
-// each matrix the 4 bytes i % 4 of row i / 4.
+// Loads four matrices of 8 rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8. It gets,
+// from each matrix, the 4 bytes number i % 4 of row i / 4.
 __device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -55,7 +56,7 @@ __device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
                : "memory");
 }
 
-// ---- mma.sync: D[16, 8] += A[16, 32] B[32, 8], of int8 to int32 ----
+// ---- mma.sync: D[16, 8] += A[16, 32] B[32, 8], int8 operands, int32 sums ----
 
 __device__ __forceinline__ void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile(
