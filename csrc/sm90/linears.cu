@@ -1,4 +1,4 @@
-// Launches linear layers of few rows; a plain C interface, so that nothing here knows torch.
+// Launches linear layers of few rows. The interface is plain C, without torch.
 #include "linears.cuh"
 
 namespace fp4::sm90 {

@@ -1,13 +1,15 @@
 // Linear layers of few rows, bound by memory: out_i = linear(x or its RMS norm, w_i, bias_i) (+ residual).
 //
-// A tile is 16 rows of a weight. Tiles count through the weights of a launch. In each round a cluster takes
-// row_warps tiles; its blocks split K, and so do the warps of a block that have the same tile. A warp streams
-// its part of a tile from global memory into registers, as the A operand of mma.sync; the rows of x are in
-// shared memory as the B operand, each block's part of K. The partial sums of a tile go to one block of the
-// cluster (its shared memory), which adds them in a fixed order, applies the epilogue and stores while the
-// next round is multiplied. So the result does not depend on timing.
+// A tile is 16 rows of a weight. The tiles of all weights of a launch are numbered one after another. In each
+// round a cluster takes row_warps tiles. Its blocks split K; within a block, the warps of the same tile split
+// K again. A warp streams its part of a tile from global memory through its ring in shared memory and
+// multiplies it as the A operand of mma.sync. The rows of x are in shared memory as the B operand; each block
+// has its part of K. The partial sums of a tile go to the shared memory of one block of the cluster. It adds
+// them in a fixed order, applies the epilogue, and stores the results while the next round is multiplied. The
+// result does not depend on timing.
 //
-// K is permuted so that a lane loads 16 consecutive bytes of a weight: x lies in shared memory in that order.
+// K is permuted, so that a lane loads 16 consecutive bytes of a weight. x has the same order in shared
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -24,16 +26,16 @@ using namespace device;
 
 constexpr int kLinearThreads = 32 * kLinearWarps;
 
-// ---- weights: how a warp brings a step of K into its slot of shared memory and makes it operand A ----
+// ---- weights: copies of a step of K into a warp's slot of shared memory, and operand A ----
 
-// [n, k] in 16 bits. A slot has 128 bytes of each row, in such an order that the same 16 bytes of eight rows,
-// all even or all odd, are in different banks.
+// Weights [n, k] in 16 bits. A slot has 128 bytes of each row. They are ordered such that the same 16 bytes
+// of eight rows (all even or all odd) are in different banks.
 template <Element kElement_>
 struct PlainWeights {
   static constexpr Element kElement = kElement_;
 
   const uint8_t* from;  // this lane's 16 bytes of the first four rows
-  int last;             // row, counted from the lane's first
+  int last;             // last row, counted from the lane's first
   static __device__ __forceinline__ PlainWeights at(const LinearsParams& p, const LinearWeight& w, int tile,
                                                     int step) {
     const int lane = threadIdx.x % 32, row = lane / 8;
@@ -55,7 +57,7 @@ struct PlainWeights {
   template <int kColumns>
   static __device__ __forceinline__ void multiply(uint32_t slot, const uint4* fragments, int lanes,
                                                   float4 (&sums)[kColumns]) {
-    const int lane = threadIdx.x % 32;  // its row: those that are even are rows 0 to 7 of the operand
+    const int lane = threadIdx.x % 32;  // the lane's row: the even rows are rows 0 to 7 of the operand
     const uint32_t row = slot + (lane % 8 * 2 + lane / 8 % 2) * 128;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -104,7 +106,7 @@ struct Half<Element::kFloat16> {
 // ---- a launch's tiles ----
 
 struct LinearTile {
-  int which, tile;  // the weight, and the tile of it
+  int which, tile;  // number of the weight, and of the tile in it
 
   __device__ __forceinline__ LinearTile(const LinearsParams& p, int all) {
     which = (all >= p.weight[0].tiles_end) + (all >= p.weight[1].tiles_end);
@@ -112,7 +114,7 @@ struct LinearTile {
   }
 };
 
-// Rows n, n + 1 of the weight, for tokens m and m + 1.
+// Stores rows n and n + 1 of the weight for tokens m and m + 1.
 template <class Weights>
 __device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, int column,
                                              const float4& sum) {
@@ -152,8 +154,8 @@ __device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, i
 
 // ---- x: the block's part of K as B operands ----
 
-// A thread brings 32 consecutive values of a row at a time, four pieces of 16 bytes. Where they lie, word i
-// of each piece meets in the end: what a lane multiplies.
+// A thread copies 32 consecutive values of a row at a time, in four pieces of 16 bytes. Later the words
+// number i of the four pieces are put together: a lane multiplies these.
 template <class Weights, int kColumns>
 struct LinearRows {
   using H = Half<Weights::kElement>;
@@ -169,10 +171,11 @@ struct LinearRows {
     t = lane % 4, g = lane / 4 & ((1 << row_bits) - 1), sub = lane >> lane_bits;
   }
 
-  // f(k, to): for each 32 values of this thread, the first one's k and their fragments. All are of one row.
+  // Calls f(k, to) for each 32 values of this thread: k of the first value, and the place of their fragments.
+  // All values belong to one row.
   template <class F>
   __device__ __forceinline__ void for_each(const F& f) const {
-    const int column = warp % kColumns, each = 8 >> row_bits;  // pairs of steps: a quad brings one
+    const int column = warp % kColumns, each = 8 >> row_bits;  // pairs of steps: a quad copies one
 #pragma unroll 2
     for (int i = warp / kColumns; i * each * 2 < count; i += kLinearWarps / kColumns) {
       const int step = (i * each + sub) * 2 + t / 2;
@@ -184,7 +187,7 @@ struct LinearRows {
   __device__ __forceinline__ int row() const { return warp % kColumns * 8 + g; }
   __device__ __forceinline__ int place(int piece) const { return t % 2 * lanes + piece; }
 
-  // And the norm's weight, if `norm` says where to.
+  // Copies this thread's values of x, and the norm's weight to `norm` unless that is null.
   __device__ __forceinline__ void bring(const LinearsParams& p, uint4* norm) const {
     if (norm) {
       const auto* from = static_cast<const uint16_t*>(p.norm_weight) + first * kStepK;
@@ -230,8 +233,8 @@ struct LinearRows {
     return reinterpret_cast<const uint32_t&>(v);
   }
 
-  // In place; `weight`: of the norm, from the block's first k on, or null. `normed`: where the rows go as
-  // they are then, or null.
+  // Normalises the rows in place and puts them in the order of the fragments. `weight`: the norm's weight
+  // from the block's first k on, or null. `normed`: gets the normalised rows in plain order, or null.
   __device__ __forceinline__ void finish(const LinearsParams& p, float scale, const uint4* weight,
                                          void* normed) const {
     if (row() >= p.rows) return;
@@ -263,7 +266,7 @@ struct alignas(16) LinearsShared {
 };
 static_assert(sizeof(LinearsShared) == 16 * kLinearsHead);
 
-// Until at most depth - kLess groups are under way.
+// Waits until at most depth - kLess groups are in flight.
 template <int kLess>
 __device__ __forceinline__ void copy_wait_but(int depth) {
   static_assert(kLinearDepths[0] == 8 && kLinearDepths[1] == 6 && kLinearDepths[2] == 4);
@@ -290,13 +293,15 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
   const int k_warp_bits = kLinearWarpBits - row_warp_bits, slots = blocks << k_warp_bits;
   const int rank = blocks > 1 ? cluster_rank() : 0, cluster = blockIdx.x >> cluster_bits;
   const int row_warp = warp & (row_warps - 1), k_warp = warp >> row_warp_bits;
-  const int first = p.steps * rank >> cluster_bits;  // of K's steps the block's, and of those the warp's
+  // first and count are the block's steps of K; begin and own are the warp's among these.
+  const int first = p.steps * rank >> cluster_bits;
   const int count = (p.steps * (rank + 1) >> cluster_bits) - first;
   const int begin = count * k_warp >> k_warp_bits, own = (count * (k_warp + 1) >> k_warp_bits) - begin;
-  const int stride = p.config.clusters << row_warp_bits;  // tiles of a round
+  const int stride = p.config.clusters << row_warp_bits;  // number of tiles in a round
   const int first_tile = (cluster << row_warp_bits) + row_warp;
 
-  // Told when the partial sums of a round are there, and those of the norm. A block alone needs none.
+  // These barriers complete when the partial sums of a round have arrived, and those of the norm. A single
+  // block needs none.
   auto& sh = *reinterpret_cast<LinearsShared*>(memory);
   uint32_t wanted = 0;  // bytes of a round's sums
   if (blocks > 1) {
@@ -325,7 +330,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
     ahead_left = own;
     ahead_tile += stride;
   };
-  // A group of copies for each step, also where there is none.
+  // Makes a group of copies for each step, even if there is nothing left to copy.
   const auto request = [&](uint32_t slot) {
     if (ahead_left == 0) aim();
     if (ahead_left > 0) {
@@ -350,7 +355,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
     copy_wait_but<0>(depth);
   }
 
-  if (blocks > 1) cluster_wait();  // all have begun
+  if (blocks > 1) cluster_wait();  // all blocks have begun
   float scale = 1.f;
   if (p.norm_weight) {
     float sum = x.squares();
@@ -376,12 +381,12 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
         sum += stats[(i * kLinearWarps + w + warp % kColumns) * 8 + x.g];
     scale = rsqrtf(sum / p.k + p.eps);
   }
-  __syncthreads();  // the norm's weight
+  __syncthreads();  // the norm's weight has arrived
   x.finish(p, scale, p.norm_weight ? norm : nullptr, cluster == 0 ? p.normed : nullptr);
   __syncthreads();
 
   float4* const sums = reinterpret_cast<float4*>(memory + p.sums_at);  // [2][items / blocks][slots][32]
-  // Adds and stores what the cluster has of a round: this block its part of the items.
+  // Adds up and stores the cluster's results of a round. Each block handles its part of the items.
   const auto finish = [&](int round) {
     const float4* const from = sums + (round & 1) * p.sums_size + lane;
     for (int i = (warp << cluster_bits) + rank; i < kColumns << row_warp_bits;
@@ -398,7 +403,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
     }
   };
 
-  // Waits for a round's sums, and is ready for those of the next round but one.
+  // Waits for the sums of a round, and prepares the barrier for the sums of the round after the next.
   const auto receive = [&](int round) {
     if (wanted == 0) return;
     const uint32_t full = smem_address(&sh.full[round & 1]);
@@ -421,7 +426,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
         copy_wait_but<1>(depth);
         __syncwarp();
         Weights::template multiply<kColumns>(slot, at, lanes, acc);
-        __syncwarp();  // all have read it
+        __syncwarp();  // all lanes have read the slot
         request(slot);
         slot = slot + kSlot == ring + depth * kSlot ? ring : slot + kSlot;
       }
@@ -437,7 +442,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
       __syncthreads();
       finish(round - 1);
     }
-    // All warps have read what the round before the last put into the buffer.
+    // By now all warps have read the data of the round before the last in this buffer.
     if (blocks > 1 && round > 1) cluster_wait();
     float4* const to = sums + (round & 1) * p.sums_size + (rank << k_warp_bits | k_warp) * 32 + lane;
 #pragma unroll

@@ -1,4 +1,4 @@
-// The prefill kernels, which are a list of candidates each, behind one set of entry points.
+// The prefill kernels behind one set of entry points. Each kernel is a list of candidates.
 
 #include "prefill_host.cuh"
 
@@ -6,12 +6,12 @@ using namespace fp4::sm90;
 
 namespace {
 
-// By PrefillKernel.
+// In the order of PrefillKernel.
 constexpr Candidates (*kKernels[])() = {w4a8_candidates,     w4a8_b32_candidates, half_candidates,
                                         half_b32_candidates, bf16_candidates,     bf16_b32_candidates,
                                         int4_candidates,     int4_g64_candidates, int4_g32_candidates};
 
-// None of those of other libraries.
+// The candidates of a kernel. Kernels of other libraries have none here.
 Candidates candidates_of(int kernel) {
   return kernel < int(sizeof(kKernels) / sizeof(*kKernels)) ? kKernels[kernel]() : Candidates{};
 }
@@ -30,12 +30,12 @@ extern "C" const char* fp4_kernel_prefill_config_name(int kernel, int config) {
   return config >= 0 && config < candidates.count ? candidates.list[config].name : "";
 }
 
-// Bytes of scratch memory that a launch needs.
+// The size in bytes of the scratch memory that a launch needs.
 extern "C" int64_t fp4_kernel_prefill_workspace(int kernel, int sms) {
   return workspace_bytes(candidates_of(kernel), sms);
 }
 
-// How a launch with `config` goes on a GPU of `sms` multiprocessors.
+// The choice for a launch with `config` on a GPU of `sms` multiprocessors.
 extern "C" Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
                                             int config) {
   const Candidates candidates = candidates_of(kernel);

@@ -1,9 +1,9 @@
-// Decodes weights of layout mma_bf16 to bf16 fragments of wgmma's A operand. Activations stay in plain order,
-// so no kernel has to reorder them first.
+// Decodes weights of layout mma_bf16 to bf16 fragments of wgmma's A operand. Activations stay in plain order
+// and need no kernel that reorders them.
 //
-// Instruction b of a half step takes block b of its 64 K: lane t of a quad codes 2t, 2t + 1, 2t + 8 and 2t +
-// 9, which are word t of the lane of the layout that has blocks b and b + 1 (b even) of both of its rows. All
-// four lanes need the scales of all blocks.
+// Instruction b of a half step multiplies block b of its 64 K. Lane t of a quad has codes 2t, 2t + 1, 2t + 8
+// and 2t + 9 of that block. They are word t of the layout's lane that has blocks b and b + 1 (b even) of both
+// of its rows. All four lanes need the scales of all blocks.
 #pragma once
 
 #include <type_traits>
@@ -25,10 +25,11 @@ class Bf16Weights {
   static constexpr float kFactor = Words::kFactor;
   using Fragments = uint32_t[4 * kInstructions];
   struct Prepared {
-    typename Words::Scales pair[2];  // of blocks 2i and 2i + 1 of the half step
+    typename Words::Scales pair[2];  // scales of blocks 2i and 2i + 1 of the half step
   };
 
-  // Of 16 rows by 128 k: a lane's word of lane i of the layout, and the scales of the layout's four lanes.
+  // In 16 rows by 128 k: the offset of this lane's word in lane i of the layout, and of the scales of the
+  // layout's four lanes.
   static __host__ __device__ __forceinline__ int word_at(int lane, int i) {
     return int(Sm90Lane{MmaBf16::slot(lane / 4, i) * 16, 0}.word(lane % 4));
   }
@@ -36,7 +37,7 @@ class Bf16Weights {
     return Words::scales_at(lane / 4 * 4);
   }
 
-  // Of all its scales, the bytes of the layout's four lanes.
+  // The scale bytes of the layout's four lanes.
   using Scales = std::conditional_t<kScaleBlock == 16, uint4, uint2>;
 
   template <int Half>
@@ -50,7 +51,7 @@ class Bf16Weights {
     }
   }
 
-  // `codes` and `scales`: where those of the warp's 16 rows are in a stage, in bytes.
+  // `codes` and `scales`: the byte offsets of the warp's 16 rows in a stage.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) lane_words_[i] = kept_address(codes + word_at(lane, i), lane);
@@ -84,7 +85,7 @@ class Bf16Weights {
   }
 
  private:
-  // From the slot of lane i of the layout to that of i + 2.
+  // The distance from the slot of the layout's lane i to that of lane i + 2.
   static constexpr int kSlots = 16 * (MmaBf16::slot(0, 2) - MmaBf16::slot(0, 0));
 
   uint32_t lane_words_[2], lane_scales_;

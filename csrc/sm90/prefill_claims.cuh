@@ -10,12 +10,13 @@ namespace fp4::sm90 {
 
 using namespace device;
 
-// All tiles but each block's first. A word in global memory holds the launch's mark, once block 0 has a tile,
-// and how many were claimed. After the last claim (each block's last is in vain) it is empty, for a launch
-// with the same ticket (a CUDA graph's next replay). Called by whole warps.
+// Blocks claim all tiles except each block's first. A word in global memory holds the launch's mark (once
+// block 0 has its first tile) and the number of claims. Each block's last claim finds no tile. After the last
+// of these the word is zero again, because a later launch may have the same ticket (the next replay of a CUDA
+// graph). Whole warps call these functions.
 class TileClaims {
  public:
-  // `word`: null where blocks claim nothing. `ticket`: another for every launch.
+  // `word`: null if blocks claim nothing. `ticket`: different for every launch.
   __device__ __forceinline__ TileClaims(uint64_t* word, uint64_t ticket)
       : word_(word), mark_(ticket >> kCountBits << kCountBits) {}
 
@@ -25,7 +26,7 @@ class TileClaims {
     if (threadIdx.x % 32 == 0) store_release(word_, mark_);
   }
 
-  // The index of a tile that nobody has, which may be past the last.
+  // Claims a tile and returns its index, which may be past the last tile.
   __device__ __forceinline__ int next() const {
     uint64_t word = 0;
     if (threadIdx.x % 32 == 0) {

@@ -15,17 +15,17 @@ namespace fp4::sm90 {
 
 using namespace device;
 
-constexpr int kTokenStep = 16;  // X is copied in multiples of so many rows
+constexpr int kTokenStep = 16;  // X is copied in multiples of this many rows
 constexpr int kXBoxes = 5;      // a copy of X brings 16, 32, 64, 128 or 256 rows
 constexpr int kWarpgroup = 128;
 constexpr int kMmaRows = 64;     // weight rows of a wgmma
-constexpr int kXRowBytes = 128;  // of X in shared memory, swizzled
-constexpr int kMmaTokens = 256;  // most tokens of one
-constexpr int kInfoSlots = 3;    // tiles: one that is stored, one multiplied, one fetched
+constexpr int kXRowBytes = 128;  // bytes of a row of X in shared memory, swizzled
+constexpr int kMmaTokens = 256;  // most tokens of a wgmma
+constexpr int kInfoSlots = 3;    // tiles: one stored, one multiplied, one fetched
 constexpr int kStoreBuffers = 2;
 
-// K-major rows of 128 bytes with 128-byte swizzle; 8 rows are 1024 bytes apart. `low` is swizzled_base() of
-// the matrix plus distances in units of 16 bytes; K advances by 32 bytes.
+// The matrix has K-major rows of 128 bytes with a 128-byte swizzle; groups of eight rows are 1024 bytes
+// apart. `low` is swizzled_base() of the matrix plus distances in units of 16 bytes. K advances by 32 bytes.
 __device__ __forceinline__ uint32_t swizzled_base(uint32_t smem) { return 1u << 16 | smem >> 4; }
 
 __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t low) {
@@ -59,21 +59,21 @@ struct Problem {
   DType out_type;
   Gate gate;         // gated: rows 2i and 2i + 1 of the weight are gate i and up i; kSilu, 16-bit results
   int n;             // weight rows
-  bool early;        // weights and routing were there before the kernel launched before this one began
+  bool early;        // weights and routing were written before the previous kernel of the stream began
   bool leaves_rest;  // as in PrefillArguments
-  // Of tiles that several blocks share: see Shares and PrefillBlock::part_sums.
+  // For tiles that several blocks share: see Shares and PrefillBlock::part_sums.
   float4* part_sums;
   uint64_t* part_flags;
-  uint64_t ticket;    // another for every launch, and not to be met in memory by chance
-  uint64_t* claimed;  // where blocks claim tiles (see TileClaims), or null
+  uint64_t ticket;    // different for every launch, and unlikely to be in memory by chance
+  uint64_t* claimed;  // word to claim tiles with (see TileClaims), or null
 };
 
 struct Maps {
   CUtensorMap x[kXBoxes], codes, scales, out;
 };
 
-// Weights_: how a warp makes operand A of its rows (FoldedWeights, HalfWeights, Int4Weights). Widths_:
-// WidthList of the token tiles.
+// Weights_: the class with which a warp decodes its rows to operand A (FoldedWeights, HalfWeights,
+// Bf16Weights, Int4Weights). Widths_: the WidthList of the token tiles.
 template <class Weights_, int Warpgroups_, class Widths_, int Cluster_, int Stages_>
 struct PrefillConfig {
   using Weights = Weights_;
@@ -85,14 +85,14 @@ struct PrefillConfig {
   static constexpr int Rows = Warpgroups * kMmaRows;
   static constexpr int ConsumerWarps = Warpgroups * 4;
   static constexpr int Threads = (Warpgroups + 1) * kWarpgroup;
-  // A block is born with equal registers a thread; the producers hand most of theirs to the consumers, but
-  // with one warpgroup of these every thread has as many as there can be.
+  // A block starts with equally many registers in each thread. The producers give most of theirs to the
+  // consumers. With one consumer warpgroup every thread already has as many registers as it can have.
   static constexpr bool MovesRegisters = Warpgroups > 1;
   static constexpr int BirthRegisters = 65536 / Threads / 8 * 8;
   static constexpr int ProducerRegisters = Warpgroups == 2 ? 40 : 32;
   static constexpr int ConsumerRegisters =
       MovesRegisters ? (BirthRegisters + (BirthRegisters - ProducerRegisters) / Warpgroups) / 8 * 8 : 240;
-  static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output a copy takes
+  static constexpr int StoreTokens = Warpgroups == 2 ? 64 : 32;  // rows of the output in one copy
   static constexpr int StoreBytes = StoreTokens * kMmaRows * 2;
   static constexpr int ElementBytes = Weights::kElement == Element::kE4m3 ? 1 : 2;
   static constexpr int XTiles =
@@ -101,10 +101,10 @@ struct PrefillConfig {
   static constexpr int XBytes = XTiles * XTileBytes;
   static constexpr int CodeBytes = Rows / kTileRows * kTileCodes;
   static constexpr int ScaleBytes = Rows / kTileRows * Weights::kTileScales;
-  static constexpr int SumBytes = MaxTokens * Rows * 4;  // of a part of K
+  static constexpr int SumBytes = MaxTokens * Rows * 4;  // sums of a part of K
 };
 
-// What is fetched for a step, but for X, which is aligned to more. Consumers find all of it by one address.
+// The data of a step except X, which needs a larger alignment. Consumers reach all of it from one address.
 template <class Config>
 struct alignas(128) Stage {
   uint8_t codes[Config::CodeBytes];
@@ -122,7 +122,7 @@ struct alignas(1024) SharedStorage {
   TileInfo info[kInfoSlots];
   uint64_t info_full[kInfoSlots], info_empty[kInfoSlots];
   uint64_t factors_full[kInfoSlots];  // token_scale and bias
-  uint64_t next_wanted;               // a tile, to be claimed
+  uint64_t next_wanted;               // someone wants the next tile to be claimed
 };
 
 }  // namespace fp4::sm90

@@ -1,4 +1,4 @@
-// Candidates for e4m3 activations, for every kind of weight that is folded into e4m3.
+// The candidates for e4m3 activations, for all weights that are folded into e4m3.
 #pragma once
 
 #include <iterator>
@@ -14,8 +14,9 @@ constexpr Cost kOneWarpgroup = cost_of(fitted::fp8_one_warpgroup), kPair = cost_
                kThreeWarpgroups = cost_of(fitted::fp8_three_warpgroups),
                kFourWarpgroups = cost_of(fitted::fp8_four_warpgroups);
 
-// Shared memory limits the number of stages. For few tokens it has room for more than kEnoughStages: but then
-// memory's queues are long, multiprocessors get less equal shares of it, and end apart.
+// Shared memory limits the number of stages. For few tokens it has room for more than kEnoughStages. But with
+// more stages the queues of the memory are long, multiprocessors get less equal shares of its bandwidth, and
+// they end at different times.
 constexpr int kEnoughStages = 6;
 using Wide = WidthList<288, 272, 256, 240, 224, 208, 192, 160, 128, 96, 64>;
 using Middle = WidthList<192, 176, 160, 144, 128, 112, 96>;
@@ -25,7 +26,7 @@ using Small = WidthList<64, 48, 32>;
 using Few = WidthList<32, 24, 16>;
 using Any = WidthList<128, 96, 64, 32, 16>;
 
-// PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last candidate is for small weights, where
 // tiles of more rows would leave multiprocessors idle.
 template <class Weights, int kNarrowStages = 8>
 constexpr Candidate kFp8Candidates[] = {

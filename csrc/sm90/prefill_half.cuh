@@ -1,9 +1,10 @@
 // Decodes weights of layout sm90 to fp16 fragments of wgmma's A operand. Activations are in the order that
-// the layout gives a lane, so no lane needs codes or scales of another one.
+// the layout gives a lane. No lane needs codes or scales of another lane.
 //
-// In 64 K, lane t of a quad owns block t: K 16t to 16t + 15. Instruction 2s + q of a half step takes its
-// codes 8s + 4q + i: i = 0, 2 are the instruction's K 2t, 2t + 1; i = 1, 3 are 2t + 8, 2t + 9. So element 16t
-// + 8s + 4q + i of the activations lies at 16 (2s + q) + 8 (i % 2) + 2t + i / 2 (half_position).
+// In 64 K, lane t of a quad has block t: K 16t to 16t + 15. Instruction 2s + q of a half step takes the
+// lane's codes 8s + 4q + i. Those with i = 0, 2 are the instruction's K 2t, 2t + 1; those with i = 1, 3 are
+// its K 2t + 8, 2t + 9. Element 16t + 8s + 4q + i of the activations is therefore at 16 (2s + q) + 8 (i % 2)
+// + 2t + i / 2 (half_position).
 #pragma once
 
 #include "../device/e2m1_sm90.cuh"
@@ -13,7 +14,7 @@ namespace fp4::sm90 {
 
 using namespace device;
 
-// The weights of one warp as operand A: four K = 16 instructions a half step.
+// The weights of one warp as operand A: four K = 16 instructions for each half step.
 template <int kScaleBlock>
 class HalfWeights {
   using Words = HalfWords<kScaleBlock>;
@@ -25,7 +26,7 @@ class HalfWeights {
   using Fragments = uint32_t[4 * kInstructions];
   using Prepared = typename Words::Scales;
 
-  // `codes` and `scales`: where those of the warp's 16 rows are in a stage, in bytes.
+  // `codes` and `scales`: the byte offsets of the warp's 16 rows in a stage.
   __device__ __forceinline__ void init(uint32_t codes, uint32_t scales, int lane) {
     codes_.init(codes, lane);
     words_.keep_constants(lane);

@@ -1,4 +1,4 @@
-// Host side of the prefill GEMMs: the choice among candidates, tensor maps and launch.
+// The host side of the prefill GEMMs: the choice among candidates, tensor maps and launches.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +35,8 @@ int launch(const Problem& problem, const Maps& maps, int sms, cudaStream_t strea
                                         : launch_gated<Config, true>(problem, maps, sms, stream);
 }
 
-// Measured cycles of a kernel at the clock below: a step of 128 K takes base + slope x width, but at least
-// full x width, the tensor cores' rate; the rest of a tile tile_base + tile_slope x width.
+// Measured cycles of a kernel at the clock below. A step of 128 K takes base + slope x width, but at least
+// full x width, the tensor cores' rate. The rest of a tile takes tile_base + tile_slope x width.
 struct Cost {
   double base, slope, full, tile_base, tile_slope;
 };
@@ -54,7 +54,7 @@ struct Candidate {
   Launch run;
 };
 
-// Those of one kernel.
+// The candidates of one kernel.
 struct Candidates {
   const Candidate* list;
   int count;
@@ -81,16 +81,16 @@ struct Size {
   int groups, m, n, kp, sms;
 };
 
-// Cycles of a tile from which on the next is claimed in time.
+// If a tile takes at least this many cycles, the next one is claimed in time.
 constexpr double kClaimCycles = fitted::claim_cycles;
 
-// Cycles that it costs to share tiles: those of a part more, and of each of a tile's sums on its way through
-// memory. Tiles that take less than kCounted are not counted for it.
+// The cycles that sharing a tile costs: for one more part, and for each of a tile's sums that goes through
+// memory. If row counts are random, tiles of fewer cycles than kCounted are not shared.
 constexpr double kShareCycles = fitted::share_cycles, kShareSum = fitted::share_sum,
                  kCounted = fitted::share_counted;
 
-// A launch of a candidate for groups of equal expected size: what a block has of the tiles, but no less than
-// the weights take to arrive.
+// Estimates a launch of a candidate for groups of equal expected size: the time of a block's tiles, but at
+// least the time in which the weights arrive.
 inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_width) {
   const ExpectedRows expected(size.mode, size.groups, size.m);
   const int steps = size.kp / kStepK;
@@ -106,8 +106,8 @@ inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_
   const double tile_bytes = kTileCodes + candidate.tile_scales;
   const double bytes = load.columns / 2 * expected.groups * columns * rows / kTileRows * steps * tile_bytes;
   const double memory = bytes / kMemoryRate * kClock;
-  // Full waves take their tiles' cycles or what their weights need to arrive; the last one, if it is not
-  // full, the cycles.
+  // A full wave takes the cycles of its tiles, or the time in which its weights arrive. A last wave that is
+  // not full takes the cycles.
   const double wave = std::max(cycles, memory * blocks / tiles);
   const double share = kShareCycles + kShareSum * candidate.rows * load.width / 2;
   int share_below = std::max(0, static_cast<int>(blocks * (cycles - share) / wave));
@@ -115,10 +115,11 @@ inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_
     share_below = 0;
   const Shares shares(tiles, steps, share_below, blocks);
   const double compute = cycles_of(shares, cycles, share);
-  // What the longer of them hides costs a little all the same: it decides where the other is equal.
+  // The shorter one, though hidden by the longer, still costs a little. This decides if the longer ones are
+  // equal.
   const double time = std::max(compute, memory) + fitted::overlap * std::min(compute, memory);
-  // Blocks that claim tiles are better than shared tiles where nearly all are busy in the last wave, or some
-  // fewer, who then have more of memory each.
+  // Claiming tiles is better than sharing them if nearly all blocks are busy in the last wave. Somewhat fewer
+  // are enough if memory is the limit, because each then has more of its bandwidth.
   const double busy = fitted::claim_busy[cycles < wave ? 0 : 1];
   const bool claims = candidate.cluster == 1 && size.mode != RowMode::kDense && tiles >= 2 * blocks &&
                       cycles > kClaimCycles && std::ceil(tiles / blocks) * blocks < busy * tiles;
@@ -144,7 +145,7 @@ inline Estimate estimate(const Candidate& candidate, const Size& size) {
   return best;
 }
 
-// The candidate `given`, or if that is negative the one with the least time.
+// Chooses the candidate `given` or, if that is negative, the one with the least time.
 inline Choice choose(const Candidates& candidates, const Size& size, int given = -1) {
   if (given >= 0) return {given, estimate(candidates.list[given], size)};
   Choice best;
@@ -171,8 +172,8 @@ inline Encode driver_encode() {
   return encode;
 }
 
-// `promotion`: what L2 fetches at least. None but for scales: codes would arrive 4 to 7 % more slowly
-// (h200_memory.txt).
+// `promotion`: the least that L2 fetches. Only scales use it: codes would arrive 4 to 7 % more slowly
+// (docs/kernels.md, "How fast weights can arrive").
 inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void* base,
                        const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                        CUtensorMapSwizzle swizzle,
@@ -191,10 +192,10 @@ inline bool encode_matrix(CUtensorMap* map, CUtensorMapDataType type, int elemen
   return encode_map(map, type, 2, const_cast<void*>(base), sizes, strides, box, swizzle, promotion);
 }
 
-// The rows appear twice, so that a copy can end at any row: see TileStore::store_boxes.
+// The map has the rows twice, so that a copy can end at any row: see TileStore::store_boxes.
 inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, uint64_t n, uint64_t rows,
                           uint32_t store_tokens) {
-  if (type == DType::kFloat32) return true;  // stored without copies
+  if (type == DType::kFloat32) return true;  // float32 results are stored without copies
   if (gated) n /= 2, store_tokens *= 2;
   const uint64_t row_bytes = n * 2;
   const cuuint64_t sizes[3] = {n, store_tokens, rows + 1}, strides[2] = {row_bytes, row_bytes};
@@ -210,21 +211,22 @@ inline bool encode_output(CUtensorMap* map, DType type, bool gated, void* out, u
 
 constexpr int kWord = sizeof(uint64_t);
 
-// What a part of a tile needs.
+// The scratch memory of a part of a tile.
 inline int64_t part_bytes(const Candidate& candidate) {
   return candidate.sum_bytes + candidate.flags * kWord;
 }
 
-// What a launch needs at most, for a part a block, and the word by which tiles are claimed.
+// The most scratch memory that a launch needs: a part for each block, and the word with which tiles are
+// claimed.
 inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   int64_t bytes = 0;
   for (int i = 0; i < candidates.count; ++i) bytes = std::max(bytes, sms * part_bytes(candidates.list[i]));
   return bytes + kWord;
 }
 
-// Returns 0, a cudaError_t, or a negative number: -1 bad argument, -2 no driver entry for tensor maps.
+// Returns 0, a cudaError_t, or a negative error: -1 bad argument, -2 no driver entry for tensor maps.
 inline int run(const Candidates& candidates, const PrefillArguments& a) {
-  const bool wide = candidates.list[0].element != Element::kE4m3;  // a copy does not look at the values
+  const bool wide = candidates.list[0].element != Element::kE4m3;  // a copy does not interpret the values
   const auto x_type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const int x_bytes = wide ? 2 : 1;
   if (!is_valid(a, x_bytes, candidates.count)) return kBadArgument;
@@ -255,8 +257,8 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
     encoded &= encode_matrix(&maps.x[box], x_type, x_bytes, a.x, a.k, rows, kXRowBytes / x_bytes,
                              kTokenStep << box, CU_TENSOR_MAP_SWIZZLE_128B);
   }
-  // Codes in 8-byte elements, since a box has at most 256 elements in a row. Of a row tile's scales, a step
-  // takes no more than 128 bytes: memory brings the next steps' as well.
+  // Codes are copied as 8-byte elements, because a box has at most 256 elements in a row. A step's scales of
+  // a row tile are at most 128 bytes; with promotion, memory also brings those of the next steps.
   encoded = encoded &&
             encode_matrix(&maps.codes, CU_TENSOR_MAP_DATA_TYPE_INT64, 8, a.codes, steps * (kTileCodes / 8),
                           weight_tiles, kTileCodes / 8, box_tiles, CU_TENSOR_MAP_SWIZZLE_NONE) &&
@@ -269,7 +271,7 @@ inline int run(const Candidates& candidates, const PrefillArguments& a) {
   return choice.run(problem, maps, sms, static_cast<cudaStream_t>(a.stream));
 }
 
-// Of each kernel, in its file. b32: with a scale for 32 K, not 16.
+// The candidates of each kernel, defined in its own file. b32: one scale for 32 K instead of 16.
 Candidates w4a8_candidates();
 Candidates w4a8_b32_candidates();
 Candidates half_candidates();

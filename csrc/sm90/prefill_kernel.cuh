@@ -2,9 +2,9 @@
 // are fp8 or 16-bit. The template parameters choose the fold, which decodes the weights.
 //
 // The operands are swapped. Weights are wgmma's A: the warps that multiply fold them in registers, so a
-// decoded weight never touches shared memory. Tokens are wgmma's N, up to 256 wide. The table fold to e4m3
-// takes 1.2 instructions a weight, hidden behind the products of the other half step: at 256 tokens the
-// tensor cores run at their full FP8 rate.
+// decoded weight never touches shared memory. Tokens are wgmma's N, up to 256 wide. Folding to e4m3 with a
+// table takes 1.2 instructions for each weight. These are hidden behind the products of the other half step:
+// at 256 tokens the tensor cores run at their full FP8 rate.
 //
 // A persistent block of one producer warpgroup and `Warpgroups` consumer warpgroups:
 //   producer warp 1      walks the tiles and tells the others, then zeroes the output rows of no group;
@@ -29,7 +29,7 @@
 
 namespace fp4::sm90 {
 
-// Of a producer warp.
+// The role of a producer warp.
 enum class Role : int { kActivations, kTiles, kWeights, kFactors };
 
 template <class Config, bool kGated>
@@ -73,12 +73,12 @@ class PrefillBlock {
       if (problem_.early) wait_previous_kernel();
       if (!more) break;
       if (claims().made()) {
-        static_assert(kInfoSlots % 2 == 1);  // so that every second tile has an odd sum
+        static_assert(kInfoSlots % 2 == 1);  // then every second tile has an odd sum
         barrier_wait(smem_address(&shared_.next_wanted), (slots.slot + slots.round) & 1);
         walk.go_to(claims().next());
       }
     }
-    // Each block's last claim is in vain; of all, the last closes them.
+    // Each block's last claim finds no tile. The last of all these closes the claims.
     if (claims().made() && walk.passed_by(gridDim.x - 1)) claims().close();
   }
 
@@ -104,7 +104,7 @@ class PrefillBlock {
                      threads);
   }
 
-  // A consumer warp.
+  // The work of a consumer warp.
   __device__ __forceinline__ void multiply_tiles() {
     Sums sums;
     int warp = threadIdx.x / kWarp;
@@ -120,10 +120,10 @@ class PrefillBlock {
     while (tile.width > 0) {
       TileSize next;
       multiply_width(typename Config::Widths(), sums, tile, next);
-      // No use of a sum moves before the wait.
+      // Keeps the compiler from using a sum before the wait.
 #pragma unroll
       for (float& sum : sums) pin(sum);
-      const RingPosition<kInfoSlots> at = info_.two_before();  // the tile's: that of `next` is taken, too
+      const RingPosition<kInfoSlots> at = info_.two_before();  // the tile's; that of `next` is taken, too
       const TileInfo& info = shared_.info[at.slot];
       if (info.first > 0) {
         send_sums(sums, info);
@@ -141,14 +141,15 @@ class PrefillBlock {
  private:
   using Walk = TileWalk<typename Config::Widths, Config::Cluster>;
   using Sums = float[Config::MaxTokens / 2];
-  // Sums, the first half's fragments and, of each width's loop, the second's take most of a consumer's.
+  // True if the kernel has few registers to spare: the sums, the first half's fragments, and the second
+  // half's for the loop of each width take most of a consumer's.
   static constexpr bool kFewRegisters =
       10 * (Config::MaxTokens / 2 + 4 * Config::Weights::kInstructions * (1 + Config::Widths::kCount)) >
       7 * Config::ConsumerRegisters;
 
   // ---- producers ----
 
-  // Each block of a cluster fetches an equal part for all of them, in boxes of powers of two.
+  // Copies X. Each block of a cluster fetches an equal part for all of them, in boxes of powers of two rows.
   __device__ __forceinline__ void copy_activations(int slot, int step, int row, int width) {
     const int part = ceil_div(width, kTokenStep * Config::Cluster) * kTokenStep;
     uint32_t full = smem_address(&shared_.stages[slot].full);
@@ -185,7 +186,8 @@ class PrefillBlock {
     return {tile.width, tile.group, tile.row, tile.rows, first_column(tile), tile.first, tile.steps};
   }
 
-  // Where a tile is, for all, once they are done with the slot's last; of width 0 after the last.
+  // Tells all warps the place of a tile, once they no longer need the slot's last tile. Width 0 means that
+  // there are no more.
   __device__ __forceinline__ void tell(const RingPosition<kInfoSlots>& slots, bool more, const Tile& tile,
                                        const Walk& walk) {
     barrier_wait(smem_address(&shared_.info_empty[slots.slot]), slots.round ^ 1);
@@ -207,7 +209,7 @@ class PrefillBlock {
     return shared_.info[slots.slot];
   }
 
-  // Beginning with `tile`, which is told, too.
+  // Copies tiles, beginning with `tile`. That tile is also told through the slots.
   __device__ __forceinline__ void copy_tiles(Role role, TileInfo tile) {
     RingPosition<Config::Stages> ring;
     RingPosition<kInfoSlots> slots;
@@ -235,7 +237,8 @@ class PrefillBlock {
     }
   }
 
-  // What the epilogue needs. It takes long: weights are on their way already, and memory busy.
+  // Fetches what the epilogue needs. This takes long, because weights are being fetched already and the
+  // memory is busy.
   __device__ __forceinline__ void fetch_factors(const TileInfo& tile, float* token_scale, float* bias) {
     const int lane = threadIdx.x % kWarp;
     float global = problem_.global_scale == nullptr ? 1.0f : problem_.global_scale[tile.group];
@@ -245,8 +248,8 @@ class PrefillBlock {
       float scale = problem_.x_scale == nullptr ? 1.0f : problem_.x_scale[tile.row + i];
       token_scale[i] = factor * scale;
     }
-    // silu_values divides two tokens by one product: beside an odd last one no chance number, but NaN, which
-    // its minima take for the same number always.
+    // silu_values divides two tokens with one product. An odd last token is paired with NaN and not with a
+    // random number, because its minima always treat NaN as the same number.
     if (kGated && lane == 0 && tile.rows % 2 != 0) token_scale[tile.rows] = __int_as_float(0x7fffffff);
     int64_t first_bias = static_cast<int64_t>(tile.group) * problem_.n + tile.column;
 #pragma unroll 1
@@ -256,7 +259,8 @@ class PrefillBlock {
     }
   }
 
-  // How many steps of a tile are yet to be fetched when the next is claimed: that takes a microsecond or two.
+  // The next tile is claimed when this many steps of a tile are still to be fetched, because a claim takes a
+  // microsecond or two.
   static constexpr int kClaimSteps = 8;
 
   __device__ __forceinline__ TileClaims claims() const {
@@ -271,8 +275,9 @@ class PrefillBlock {
 
   using StageOf = Stage<Config>;
 
-  // Where a stage is: its address, that of its X as swizzled_base() has it, and the parity of its round. Kept
-  // up by additions, they stay in uniform registers that loads and barriers take beside a lane's own.
+  // The place of a stage: its address, the address of its X in the form of swizzled_base(), and the parity of
+  // its round. Additions keep them up to date, so they stay in uniform registers, which loads and barriers
+  // accept beside a lane's own registers.
   struct StagePosition {
     uint32_t stage, x, round;
   };
@@ -283,7 +288,7 @@ class PrefillBlock {
     return {at.stage + (last ? -kBack * kStage : kStage), at.x + (last ? -kBack * kX : kX), at.round ^ last};
   }
 
-  // Waits for the current stage unless an earlier test found it there.
+  // Waits for the current stage, unless an earlier test has found it full.
   __device__ __forceinline__ void wait_stage(bool ready) {
     if (!ready) barrier_wait(at_.stage + offsetof(StageOf, full), at_.round);
   }
@@ -298,12 +303,12 @@ class PrefillBlock {
     }
   }
 
-  // What the products need to know of a tile: consumers have no registers for more.
+  // What the products must know about a tile. Consumers have no registers for more.
   struct TileSize {
     int width, steps;
   };
 
-  // Of the next tile in the walk, whose info stays until multiply_tiles gives it back.
+  // Waits for the next tile of the walk. Its info stays until multiply_tiles releases it.
   __device__ __forceinline__ TileSize wait_info() {
     barrier_wait(smem_address(&shared_.info_full[info_.slot]), info_.round);
     const TileInfo& info = shared_.info[info_.slot];
@@ -313,8 +318,8 @@ class PrefillBlock {
 
   __device__ __forceinline__ void load_weights() { weights_.load(at_.stage); }
 
-  // A descriptor is added to as 64 bits: of halves put together, ptxas moves the upper one into its register
-  // before each product.
+  // Additions to a descriptor use all 64 bits. If it were put together from halves, ptxas would move the
+  // upper half into its register before each product.
   template <int Tokens>
   static __device__ __forceinline__ void issue_products(float* sums,
                                                         const typename Config::Weights::Fragments& fragments,
@@ -326,15 +331,16 @@ class PrefillBlock {
     }
   }
 
-  // Starts the products of a half step (64 K), first those of the first 256 tokens.
+  // Starts the products of a half step (64 K), beginning with the first 256 tokens.
   template <int Tokens, int Half>
   __device__ __forceinline__ void issue_half(Sums& sums, int keep) {
     constexpr int kFirst = Tokens < kMmaTokens ? Tokens : kMmaTokens;
     constexpr int kRestOffset = kMmaTokens * kXRowBytes / 16;
     constexpr int kHalfOffset = Config::XTiles == 1 ? kXRowBytes / 2 : Config::XTileBytes;
     const uint32_t x = at_.x + Half * kHalfOffset / 16;
+    // All fragments are written before the first product starts.
 #pragma unroll
-    for (uint32_t& fragment : fragments_[Half]) pin(fragment);  // all before the first starts
+    for (uint32_t& fragment : fragments_[Half]) pin(fragment);
     wgmma_fence();
     issue_products<kFirst>(sums, fragments_[Half], x, keep);
     if constexpr (Tokens > kFirst) {
@@ -343,17 +349,19 @@ class PrefillBlock {
     wgmma_commit();
   }
 
-  // Never called, which ptxas does not know: so the second half's fragments live from one tile to the next,
-  // and have the same registers in the loops of all widths. Else it keeps them apart for each loop, and the
-  // epilogue, which has the rest, waits and spills. Where the call stands, no folding is moved between the
-  // products before it. Kernels that have registers enough are better without.
+  // This is never called, but ptxas does not know that. The call makes the second half's fragments live from
+  // one tile to the next, so they have the same registers in the loops of all widths. Without it, ptxas uses
+  // other registers in each loop, and the epilogue, which has only the remaining ones, waits and spills. The
+  // place of the call also keeps ptxas from moving folding between the products before it. Kernels with
+  // enough registers are faster without it.
   __device__ __forceinline__ void spill_fragments() {
     auto* sink = reinterpret_cast<volatile uint32_t*>(shared_.store);
 #pragma unroll
     for (uint32_t fragment : fragments_[1]) *sink = fragment;
   }
 
-  // All K of a tile. Enters with the first half step folded, and leaves so for the next tile, if any.
+  // Multiplies all K of a tile. The first half step is already folded at the start. At the end, that of the
+  // next tile is folded, if there is one.
   template <int Tokens>
   __device__ __forceinline__ void multiply(Sums& sums, int steps, TileSize& next) {
     for (int step = 0;; ++step) {
@@ -362,7 +370,7 @@ class PrefillBlock {
       auto second = weights_.template prepare<1>();
       const StagePosition next_at = after(at_);
       bool ready = barrier_test(next_at.stage + offsetof(StageOf, full), next_at.round);
-      wgmma_wait<1>();  // the last step's second half: its stage is read, its fragments are free
+      wgmma_wait<1>();  // the second half of the last step is done: its stage is read, its fragments are free
       if (step > 0) release_stage(previous_);
       weights_.template finish<1>(second, fragments_[1]);
       issue_half<Tokens, 1>(sums, 1);
@@ -384,7 +392,7 @@ class PrefillBlock {
     release_stage(previous_);
   }
 
-  // Runs the loop for tiles so wide.
+  // Runs the loop that is compiled for this width of tile.
   template <int Width, int... Others>
   __device__ __forceinline__ void multiply_width(WidthList<Width, Others...>, Sums& sums, TileSize tile,
                                                  TileSize& next) {
@@ -395,11 +403,11 @@ class PrefillBlock {
     }
   }
 
-  // The sums of a part of K in global memory: of each thread a float4 for eight tokens, and a flag. The
-  // thread that has written its sums raises it with the launch's ticket; the same one of the block that adds
-  // them lowers it again, for a launch with the same ticket (a CUDA graph's next replay). No thread waits for
-  // the others of its warp: after __syncwarp here, ptxas would no longer keep the products' descriptors
-  // uniform.
+  // The sums of a part of K in global memory: for each thread a float4 for every eight tokens, and a flag.
+  // The thread sets its flag to the launch's ticket after it has written its sums. The thread with the same
+  // number in the block that adds them clears the flag, because a later launch may have the same ticket (the
+  // next replay of a CUDA graph). No thread waits for the other threads of its warp: with a __syncwarp here,
+  // ptxas would no longer keep the descriptors of the products uniform.
   static constexpr int kConsumers = Config::Warpgroups * kWarpgroup;
 
   __device__ __forceinline__ float4* part_sums(int part) const {
@@ -423,8 +431,9 @@ class PrefillBlock {
     store_release(part_flag(tile.part), problem_.ticket);
   }
 
-  // In the order of K, whenever they come. Several are read at a time, so that their latencies overlap; the
-  // last may be past the tile's width, where nobody uses the sums.
+  // Adds the sums of the other parts in the order of K, in whatever order they arrive. Several are read at a
+  // time to overlap their latencies. The last of these may be past the tile's width, where nobody uses the
+  // sums.
   __device__ __forceinline__ void add_sums(Sums& sums, const TileInfo& tile) {
 #pragma unroll 1
     for (int helper = 1; helper <= tile.helpers; ++helper) {
@@ -455,7 +464,7 @@ class PrefillBlock {
   const Problem& problem_;
   const Maps& maps_;
   TileStore<Config, kGated> store_;
-  uint32_t rank_;     // among the blocks that share X
+  uint32_t rank_;     // rank among the blocks that share X
   StagePosition at_;  // the current stage
   RingPosition<kInfoSlots> info_;
   uint32_t previous_ = 0;  // the stage whose products may still run
@@ -477,7 +486,8 @@ __global__ void __launch_bounds__(Config::Threads, 1)
   if (threadIdx.x >= Config::Warpgroups * kWarpgroup) {
     if constexpr (Config::MovesRegisters) register_give<Config::ProducerRegisters>();
     const auto role = static_cast<Role>(uniform(threadIdx.x / kWarp % 4));
-    // Results are stored only after activations have come.
+    // Only the warps that fetch X and factors must wait: results are stored only after activations have
+    // arrived.
     const bool needs_weights = role == Role::kWeights || role == Role::kTiles;
     if (!needs_weights || !problem.early) wait_previous_kernel();
     if (role == Role::kFactors) {
@@ -487,8 +497,9 @@ __global__ void __launch_bounds__(Config::Threads, 1)
       if (role == Role::kTiles) block.zero_rows(blockIdx.x * kWarp + threadIdx.x % kWarp, gridDim.x * kWarp);
     }
   } else {
-    // Behind a setmaxnreg, which all warps of a warpgroup run together, ptxas keeps what the loop counts and
-    // what wgmma is told in uniform registers; so there is one, too, where there is nothing to take.
+    // After a setmaxnreg, which all warps of a warpgroup execute together, ptxas keeps the loop counters and
+    // wgmma's arguments in uniform registers. For this reason there is one even if there are no registers to
+    // take.
     if constexpr (Config::MovesRegisters) {
       register_take<Config::ConsumerRegisters>();
     } else {
@@ -496,7 +507,7 @@ __global__ void __launch_bounds__(Config::Threads, 1)
     }
     block.multiply_tiles();
   }
-  // A block stays until its peers send nothing more to its shared memory.
+  // A block must not end while its peers may still write to its shared memory.
   if constexpr (Config::Cluster > 1) cluster_sync();
 }
 

@@ -1,7 +1,7 @@
 // Epilogue of a prefill tile: scales the sums, adds the bias, applies the gate, and stores.
 //
-// 16-bit results leave through shared memory by bulk tensor copies that clip at the group's last row (see
-// store_boxes), float32 ones directly.
+// 16-bit results leave through shared memory, by bulk tensor copies that end at the group's last row (see
+// store_boxes). float32 results are stored directly.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,7 +13,7 @@
 
 namespace fp4::sm90 {
 
-// Of a consumer warp.
+// The epilogue of a consumer warp.
 template <class Config, bool kGated>
 class TileStore {
  public:
@@ -21,10 +21,10 @@ class TileStore {
                                        const Maps& maps)
       : shared_(shared), problem_(problem), maps_(maps) {}
 
-  // `slot`: where the tile's token scales and bias are.
+  // `slot`: the slot of the tile's token scales and bias.
   __device__ __forceinline__ void store(const float* sums, const TileInfo& tile, int slot) {
     const float* token_scale = shared_.token_scale[slot];
-    int row = threadIdx.x / 4 * 2;  // and the next
+    int row = threadIdx.x / 4 * 2;  // this row and the next
     float2 bias = *reinterpret_cast<const float2*>(shared_.bias[slot] + row);
     int column = tile.column + threadIdx.x / kWarpgroup * kMmaRows;
     if (column < problem_.n) {
@@ -41,7 +41,7 @@ class TileStore {
     }
   }
 
-  // Returns when all that was stored has left shared memory.
+  // Returns when all results have left shared memory.
   __device__ __forceinline__ void end() const { store_wait_read<0>(); }
 
  private:
@@ -57,12 +57,13 @@ class TileStore {
     }
   }
 
-  // All tokens x 64 weight rows of 16-bit results, StoreTokens tokens at a time.
+  // Stores 16-bit results of all tokens x 64 weight rows, StoreTokens tokens at a time.
   template <class Pair>
   __device__ __forceinline__ void store_halves(const float* sums, const TileInfo& tile,
                                                const float* token_scale, float2 bias, int column) {
     int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    // Token 8 j + 2 t + e, weight rows 16 warp + 2 g and the next; 16-byte pieces swizzled by the token.
+    // This lane has token 8 j + 2 t + e and weight rows 16 warp + 2 g and the next. Pieces of 16 bytes are
+    // swizzled by the token.
     int piece = 2 * warp + g / 4;
     int even = 2 * t * 128 + ((piece ^ (2 * t)) * 16) + g % 4 * 4;
     int odd = (2 * t + 1) * 128 + ((piece ^ (2 * t + 1)) * 16) + g % 4 * 4;
@@ -79,13 +80,13 @@ class TileStore {
         });
   }
 
-  // The same for a gated activation, whose gate and up are two rows of one lane: 32 columns, and so twice as
-  // many tokens at a time.
+  // The same for a gated activation. Gate and up are two rows of one lane, which leaves 32 columns, so twice
+  // as many tokens are stored at a time.
   template <class Pair, bool kLimited>
   __device__ __forceinline__ void store_gated(const float* sums, const TileInfo& tile,
                                               const float* token_scale, float2 bias, int column) {
     int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, g = lane / 4, t = lane % 4;
-    // Token 8 j + 2 t + e, column 8 warp + g; 16-byte pieces swizzled by t.
+    // This lane has token 8 j + 2 t + e and column 8 warp + g. Pieces of 16 bytes are swizzled by t.
     int place = 2 * t * 64 + (warp ^ t) * 16 + g * 2;
     store_boxes<2 * Config::StoreTokens>(
         tile, column, token_scale, [&](int token, const float2(&scale)[kEights], uint8_t* rows) {
@@ -106,12 +107,13 @@ class TileStore {
         });
   }
 
-  static constexpr int kEights = Config::MaxTokens % 32 == 0 ? 4 : 2;  // tokens / 8 that are scaled at a time
+  // How many eights of tokens are scaled at a time.
+  static constexpr int kEights = Config::MaxTokens % 32 == 0 ? 4 : 2;
 
-  // Puts all tokens of the tile through two buffers of `kTokens` rows. store(token, the scales of this lane's
-  // pairs of tokens, where the row of `token` goes) fills kEights x 8 rows. The map of the output has the
-  // rows twice, as y and z: row r0 + i is (y, z) = (kTokens - count + i, r0 + count), and y ends at kTokens,
-  // so exactly `count` rows are written.
+  // Moves all tokens of the tile through two buffers of `kTokens` rows. store(token, scales of this lane's
+  // pairs of tokens, place of the row of `token`) fills kEights x 8 rows. The map of the output has the rows
+  // twice, as y and z: row r0 + i is (y, z) = (kTokens - count + i, r0 + count). y ends at kTokens, so
+  // exactly `count` rows are written.
   template <int kTokens, class Store>
   __device__ __forceinline__ void store_boxes(const TileInfo& tile, int column, const float* token_scale,
                                               const Store& store) {
@@ -125,7 +127,9 @@ class TileStore {
       uint8_t* buffer = shared_.store[warpgroup][store_buffer_];
 #pragma unroll
       for (int token = first; token < first + kTokens && token < Config::MaxTokens; token += kBatch) {
-        float2 scales[kEights];  // read before the stores, which the compiler thinks could change them
+        // Read before the stores, because the compiler assumes that stores may change them.
+        float2 scales[kEights];
+        // change them
 #pragma unroll
         for (int j = 0; j < kEights; ++j) {
           scales[j] = *reinterpret_cast<const float2*>(token_scale + token + 8 * j + threadIdx.x % 4 * 2);
@@ -133,7 +137,7 @@ class TileStore {
         store(token, scales, buffer + (token - first) * kRowBytes);
       }
       fence_async_proxy();
-      if (leader) store_wait_read<0>();  // so that after the barrier the other buffer is free
+      if (leader) store_wait_read<0>();  // after the barrier the other buffer is free
       named_barrier(1 + warpgroup, kWarpgroup);
       if (leader) {
         int count = min(kTokens, tile.rows - first);

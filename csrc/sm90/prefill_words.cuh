@@ -1,4 +1,4 @@
-// Candidates for 16-bit activations, for every layout of the weights.
+// The candidates for 16-bit activations, for all layouts of weights.
 #pragma once
 
 #include <iterator>
@@ -25,7 +25,7 @@ using NarrowPair = WidthList<48, 40, 32>;
 using Few = WidthList<32, 24, 16>;
 using Any = WidthList<128, 96, 64, 32, 16>;
 
-// PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last is for so few weights that
+// PrefillConfig<weights, warpgroups, widths, cluster, stages>. The last candidate is for small weights, where
 // tiles of more rows would leave multiprocessors idle.
 template <class Weights>
 constexpr Candidate kWordCandidates[] = {

@@ -1,5 +1,5 @@
-// What the Hopper kernels ask of the GPU by name beside ../device/ptx.cuh: one function for each instruction,
-// or two that belong together, and nothing else. tests/helpers/sm90_emulator has the same in C++.
+// GPU instructions of the Hopper kernels beyond ../device/ptx.cuh: one function for each instruction, or for
+// two that belong together, and nothing else. tests/helpers/sm90_emulator defines the same in C++.
 #pragma once
 
 #include <cuda.h>
@@ -12,14 +12,14 @@ namespace fp4::sm90 {
 
 using namespace device;
 
-// ---- mbarriers that count bytes, and those of other blocks ----
+// ---- mbarriers that count bytes, and mbarriers of other blocks ----
 
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives on the same barrier of the cluster's block `rank`. Without .release.cluster, which would cost a
-// GPU-wide memory barrier; the arriving threads only read what the barrier protects.
+// Arrives at the same barrier of the cluster's block `rank`. It is not .release.cluster, which would cost a
+// GPU-wide memory barrier. This is enough, because the arriving threads only read what the barrier protects.
 __device__ __forceinline__ void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
@@ -46,14 +46,16 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 
-// The two halves of it, for what threads read before they arrive, or barriers that barrier_init_fence has
-// shown to others. (.release would wait for all of a thread's memory operations, over the whole GPU.)
+// The two halves of cluster_sync. They order only what threads read before they arrive, and barriers that
+// barrier_init_fence has made visible. (.release would wait for all memory operations of a thread, over the
+// whole GPU.)
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Into the shared memory of the cluster's block `rank`, at this block's address `smem`; its barrier is told.
+// Stores to the shared memory of the cluster's block `rank`, at this block's address `smem`. The barrier
+// there counts the bytes.
 __device__ __forceinline__ void store_cluster(uint32_t smem, uint32_t barrier, uint32_t rank, float value) {
   asm volatile(
       "{\n.reg .b32 to, told;\n"
@@ -77,18 +79,18 @@ __device__ __forceinline__ void store_cluster(uint32_t smem, uint32_t barrier, u
 
 // ---- a thread's own copies ----
 
-// 16 bytes into shared memory, past L1; zeros if there is nothing there.
+// Copies 16 bytes to shared memory, past L1. Writes zeros if not `there`.
 __device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(from), "r"(there ? 16 : 0)
                : "memory");
 }
-// The same of bytes that are read once: memory brings what lies beside them, too.
+// The same for bytes that are read only once. Memory also brings the bytes beside them into L2.
 __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(from) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most `Pending` of this thread's committed groups are under way.
+// Waits until at most `Pending` of this thread's committed groups are in flight.
 template <int Pending>
 __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
@@ -96,8 +98,8 @@ __device__ __forceinline__ void copy_wait() {
 
 // ---- fragments ----
 
-// Four matrices of 8 rows of 16 bytes, lane i giving the address of row i % 8 of matrix i / 8; lane i gets of
-// each matrix the 4 bytes i % 4 of row i / 4.
+// Loads four matrices of 8 rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8. It gets,
+// from each matrix, the 4 bytes number i % 4 of row i / 4.
 __device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -116,7 +118,8 @@ __device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, 
       : "memory");
 }
 
-// The same box into the same place of every block in `blocks` (a bit mask); each one's barrier is told.
+// Loads the same box to the same place in every block of `blocks` (a bit mask). The barrier of each block
+// counts the bytes.
 __device__ __forceinline__ void load_box_multicast(uint32_t smem, const CUtensorMap* map, uint32_t barrier,
                                                    int x, int y, uint16_t blocks) {
   asm volatile(
@@ -134,7 +137,7 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, uint32_t smem,
 
 __device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until at most `Pending` committed groups of stores still read shared memory.
+// Waits until at most `Pending` committed groups of stores still read shared memory.
 template <int Pending>
 __device__ __forceinline__ void store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
@@ -209,7 +212,7 @@ struct Wgmma;
 #define FP4_S120 FP4_S112 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define FP4_S128 FP4_S120 ",%120,%121,%122,%123,%124,%125,%126,%127"
 
-// a0..p are the numbers of the operands that follow the accumulators; tail is what follows keep.
+// a0..p are the numbers of the operands after the accumulators. `tail` is the text after `keep`.
 #define FP4_WGMMA_OF(element, types, tail, tokens, list, outputs, a0, a1, a2, a3, b, p)                   \
   template <>                                                                                             \
   struct Wgmma<element, tokens> {                                                                         \
