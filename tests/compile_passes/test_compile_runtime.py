@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 import torch._inductor.compile_fx
@@ -382,13 +383,17 @@ for run in sys.argv[2:]:
 """
 
 
-def in_a_fresh_process(folder: Path, seed: int, *runs: str) -> list[tuple[int, int, float]]:
-    """(hits, misses, error) of each style:experts:format, one after the other, without transformers."""
+def in_another_process(
+    folder: Path, seed: int, *runs: str, fork: bool = False
+) -> list[tuple[int, int, float]]:
+    """(hits, misses, error) of each style:experts:format, one after the other."""
     code = CACHED.format(helpers=str(HELPERS))
     env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1"}
-    env["TORCHINDUCTOR_VEC_ISA_OK"] = "0"  # else what the compiler can do is tried out in each new folder
-    command = [sys.executable, "-W", "ignore", "-c", code, str(seed), *runs]
-    out = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    command = ["-W", "ignore", "-c", code, str(seed), *runs]
+    if fork:
+        out = forks.run(command, env)
+    else:
+        out = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=300)
     assert out.returncode == 0, out.stderr
     return [tuple(json.loads(line.split("\n")[0])) for line in out.stdout.split("RESULT")[1:]]
 
@@ -397,8 +402,8 @@ def in_a_fresh_process(folder: Path, seed: int, *runs: str) -> list[tuple[int, i
 @pytest.mark.parametrize("block", ["gather + bmm:4", more("where loop:3")])
 def test_caches_across_processes(block, tmp_path):
     """A second process hits and computes with its own weights, packed by itself; another option misses."""
-    (first,) = in_a_fresh_process(tmp_path, 1, f"{block}:nvfp4")
-    again, other = in_a_fresh_process(tmp_path, 2, f"{block}:nvfp4", f"{block}:mxfp4")
+    (first,) = in_another_process(tmp_path, 1, f"{block}:nvfp4", fork=True)
+    again, other = in_another_process(tmp_path, 2, f"{block}:nvfp4", f"{block}:mxfp4")
     for hits, misses, error in (first, other):
         assert (hits, error < EXACT) == (0, True) and misses > 0
     hits, misses, error = again

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
+import forks
 import pytest
 import torch
 from checkpoint_samples import tiny
@@ -66,8 +64,7 @@ def test_two_processes_stream_what_one_says(tmp_path):
 def test_it_says_how_it_is_started(place, words, tmp_path):
     tiny().config.save_pretrained(tmp_path)
     env = {k: v for k, v in environment(**place).items() if k in place or k not in ("RANK", "WORLD_SIZE")}
-    command = [sys.executable, str(EXAMPLE), str(tmp_path), "5 6 7"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = forks.run([str(EXAMPLE), str(tmp_path), "5 6 7"], env)
     assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr[-2000:]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 
 
@@ -27,7 +28,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def start(script: str, ranks: int, *args: object, gpus: bool = False) -> list[subprocess.Popen[bytes]]:
+def start(script: str, ranks: int, *args: object, gpus: bool = False) -> list[Any]:
     """`script`, beside this file, with each rank's place in the environment."""
     port, processes = free_port(), []
     for rank in range(ranks):
@@ -36,8 +37,12 @@ def start(script: str, ranks: int, *args: object, gpus: bool = False) -> list[su
             OMP_NUM_THREADS="1", **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""}),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )  # fmt: skip
-        command = [sys.executable, str(Path(__file__).parent / script), *map(str, args)]
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+        command = [str(Path(__file__).parent / script), *map(str, args)]
+        if gpus:
+            out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            processes.append(subprocess.Popen([sys.executable, *command], env=env, **out))
+        else:
+            processes.append(forks.start(command, env, merged=True))
     return processes
 
 

@@ -7,9 +7,9 @@ as a script.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
+import forks
 import processes
 import pytest
 import reference
@@ -83,9 +83,7 @@ def main(capability: str, seed: str) -> None:
 def test_a_tokens_bits_do_not_depend_on_its_batch(capability: str) -> None:
     env = processes.environment(FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="1")
     seed = str(torch.randint(0, 2**31, ()).item())
-    child = subprocess.run(
-        [sys.executable, __file__, capability, seed], env=env, capture_output=True, text=True, timeout=600
-    )
+    child = forks.run([__file__, capability, seed], env)
     if capability != "scalar" and child.returncode != 0 and "FP4_CPU_CAPABILITY" in child.stderr:
         pytest.skip(f"this machine cannot run the {capability} kernels")
     assert child.returncode == 0, child.stderr

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import traceback
 
+import forks
 import processes
 import pytest
 import reference
@@ -143,7 +144,7 @@ def main(seed: str, *kinds: str) -> None:
 
 def run(capability: str, *arguments: str) -> subprocess.CompletedProcess:
     env = processes.environment(FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="1")
-    return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=600)
+    return forks.run([*arguments], env)
 
 
 @pytest.mark.one_in(3)

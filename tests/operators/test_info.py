@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 
@@ -17,10 +18,7 @@ from fp4_ops.meta.layouts import LAYOUTS
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "fp4_ops", *arguments],
-        capture_output=True, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
+    return forks.run(["-m", "fp4_ops", *arguments], {**os.environ, **environment})
 
 
 def test_info():
@@ -69,7 +67,7 @@ for capability in ("sse9", "scalar"):  # the first that exists is kept for the p
 
 
 def test_a_forced_capability_shows():
-    done = subprocess.run([sys.executable, "-c", FORCED], capture_output=True, text=True)
+    done = forks.run(["-c", FORCED])
     assert done.returncode == 0, done.stderr
     wrong, scalar, _ = done.stdout.split("NEXT")
     assert "FP4_CPU_CAPABILITY is 'sse9'" in wrong
@@ -89,7 +87,7 @@ print(torch.ops.fp4.cpu_threads())
 
 def test_no_more_threads_than_processors():
     """More threads than a process has processors wait for each other."""
-    done = subprocess.run([sys.executable, "-c", PINNED], capture_output=True, text=True)
+    done = forks.run(["-c", PINNED])
     assert done.returncode == 0, done.stderr
     assert "3 threads, of which 1 work" in done.stdout and done.stdout.splitlines()[-1] == "1"
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 from conftest import more
@@ -161,10 +162,8 @@ def test_the_settings_of_dynamo_are_as_they_were():
 def explain(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess:
     (tmp_path / "factories.py").write_text(FACTORY)
     paths = os.pathsep.join([str(tmp_path), str(HELPERS)])
-    return subprocess.run(
-        [sys.executable, "-m", "fp4_ops", "explain", *arguments],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    command = ["-m", "fp4_ops", "explain", *arguments]
+    return forks.run(command, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
 
 
 def test_the_command_prints_json(tmp_path):
