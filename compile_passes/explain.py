@@ -13,7 +13,7 @@ from ..zero3 import refuse_emptied
 from .dynamo.api import config, counters, get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH, Kept
 from .dynamo.breaks import about_a_number, breaks_since, described, inside, known_breaks, reason_of
-from .dynamo.extend import CAPTURE, extend_dynamo
+from .dynamo.extend import extend_dynamo
 from .dynamo.left_frames import noted
 from .dynamo.left_out import expert_parameters
 from .fail_open import failure
@@ -53,7 +53,7 @@ def explain(
     stayed = dict(KEPT)
     compilations, known = list(get_compilation_metrics()), known_breaks()
     # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
-    settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096, **CAPTURE}
+    settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}
     extend_dynamo()
     backend.sees_through_branches = True  # type: ignore[attr-defined]
     backend.watched = False  # type: ignore[attr-defined]

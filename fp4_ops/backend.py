@@ -35,7 +35,7 @@ def fp4(
         "linear": True means "dense" in the experts' format.
         "strict": True raises an error if something that looks like experts keeps its weights.
 
-    Loading this module turns torch._dynamo.config.capture_dynamic_output_shape_ops on: see `_capture_loops`.
+    Loading this module lets Dynamo capture loops over experts for this backend. For others nothing changes.
     """
     from .compile_passes.options import parse
     from .compile_passes.pipeline import compile_graph
@@ -79,14 +79,14 @@ def _says_when_long() -> Iterator[None]:
 
 
 def _capture_loops() -> None:
-    """Lets Dynamo capture loops over experts. Without this setting Dynamo skips such frames silently.
+    """Lets Dynamo capture loops over experts for this backend. Without that it skips such frames silently.
 
-    Dynamo reads the setting before it calls a backend, and has no setting for a single backend. So it is set
-    for the whole process when `torch.compile(backend="fp4")` loads this module.
+    Dynamo traces before it calls a backend. So this happens when `torch.compile(backend="fp4")` loads this
+    module.
     """
-    from .compile_passes.dynamo.extend import capture_loops
+    from .compile_passes.dynamo.extend import extend_dynamo
 
-    capture_loops()
+    extend_dynamo()
 
 
 _capture_loops()

@@ -170,13 +170,13 @@ def emulated_gpu(request, fresh_data):
 def fresh_dynamo() -> None:
     """Nothing is compiled yet, and Dynamo captures loops over experts, as a first compilation makes it."""
     from fp4_ops.compile_passes.dynamo.branches import KEPT
-    from fp4_ops.compile_passes.dynamo.extend import capture_loops
+    from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     KEPT.clear()
     torch.set_num_threads(1)
-    capture_loops()
+    extend_dynamo()
 
 
 @pytest.fixture

@@ -29,14 +29,27 @@ from . import (
 from .api import Unsupported
 from .branches import JUMPS, answering_first
 from .rules import Rule, around, while_tracing
+from .session import is_ours
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have sizes that only the data knows."""
 
 
+def captures(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For `trace_frame`: turn CAPTURE on where the function is traced for a backend of ours."""
+
+    def trace_frame(*args: Any, **kwargs: Any) -> Any:
+        if not any(map(is_ours, (*args, *kwargs.values()))):
+            return method(*args, **kwargs)
+        with api.config.patch(CAPTURE):
+            return method(*args, **kwargs)
+
+    return trace_frame
+
+
 def breaks_the_graph(method: Callable[..., Any]) -> Callable[..., Any]:
-    """For every backend. With CAPTURE Dynamo fails, instead of breaking its graph, at `if len(rows):` and in
-    the conversion of a list whose length only the data knows."""
+    """With CAPTURE Dynamo fails, instead of breaking its graph, at `if len(rows):` and in the conversion of a
+    list whose length only the data knows."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -68,8 +81,12 @@ class Need(Enum):
     def __init__(self, without: str, upstream: str) -> None:
         self.without, self.upstream = without, upstream
 
+    CAPTURE = (
+        "it breaks the graph at nonzero() and at boolean masks, or leaves the function to Python",
+        "a setting of Dynamo's for one backend",
+    )
     BREAKS = (
-        "with CAPTURE, which is process-wide, it fails where Python asks for a size that only the data knows",
+        "with CAPTURE it fails where Python asks for a size that only the data knows",
         "turn GuardOnDataDependentSymNode into a graph break in jumps and in tolist()",
     )
     EMPTY_ROWS = (
@@ -148,6 +165,7 @@ PATCHES = (
     Patch("OptimizeContext", ("__call__",), left_out.watch_calls, Need.CALLS),
     Patch(_FRAMES, ("compile_frame",), left_frames.guarded, Need.LEFT_FOR_GOOD),
     Patch(_FRAMES, ("trace_frame",), left_frames.traced, Need.LEFT_FOR_GOOD),
+    Patch(_FRAMES, ("trace_frame",), captures, Need.CAPTURE),
     Patch("DynamoOutput", ("build_guards",), left_frames.guards_built, Need.LEFT_FOR_GOOD),
 )
 """All of Dynamo that is patched, in order: a later rule runs before the earlier ones of the same part."""
@@ -156,31 +174,34 @@ _Way = Callable[[Rule, Callable[..., Any]], Callable[..., Any]]
 """How a rule and one of Dynamo's functions become one."""
 
 
-def _for_all(rule: Rule, method: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.wraps(method)(rule(method))
+def _way(owner: str, need: Need) -> _Way:
+    """Return how rules of this owner's parts run: around tracing, or while our graphs are traced."""
+    if owner in _AROUND:
+        return around
+    output_of = _OUTPUT_OF.get(owner, lambda v, tx: tx.output)
+    return functools.partial(while_tracing, output_of=output_of, always=need is Need.BREAKS)
 
 
-_of_opcode = functools.partial(while_tracing, output_of=lambda tx, inst: tx.output)
-_of_variable = functools.partial(while_tracing, output_of=lambda v, tx: tx.output)
-_of_output = functools.partial(while_tracing, output_of=lambda output, *_: output)
-
-
+_OUTPUT_OF: dict[str, Callable[..., Any]] = {
+    _OPCODE: lambda tx, inst: tx.output,
+    "OutputGraph": lambda output, *_: output,
+}
 _AROUND = ("OptimizeContext", _FRAMES, "DynamoOutput")
 """Parts that run before or after tracing."""
 
 
 def extend_dynamo() -> None:
-    """Apply PATCHES. All but Need.BREAKS act only on graphs of backends with `sees_through_branches`."""
+    """Apply PATCHES, for the whole process. They act only on graphs of backends with `sees_through_branches`;
+    for all others Dynamo and its settings are as they were."""
     for owner, names, rule, need in PATCHES:
+        way = _way(owner, need)
         for name in names:
             if owner == _OPCODE:
-                _hook_opcode(name, rule, _for_all if need is Need.BREAKS else _of_opcode)
+                _hook_opcode(name, rule, way)
             elif owner == _METHOD:
-                way = _for_all if need is Need.BREAKS else _of_variable
                 _hook_method(api.TensorVariable, name, rule, way)
             else:
-                way = _of_output if owner == "OutputGraph" else _of_variable
-                _hook_attribute(getattr(api, owner, None), name, rule, around if owner in _AROUND else way)
+                _hook_attribute(getattr(api, owner, None), name, rule, way)
 
 
 def _wrapped(method: Any, rule: Rule, way: _Way) -> Any:
@@ -216,17 +237,3 @@ def _hook_opcode(name: str, rule: Rule, way: _Way) -> None:
         method = cls.dispatch_table[dis.opmap[name]] if name in dis.opmap else None
         if method is not None and (wrapped := _wrapped(method, rule, way)):
             cls.dispatch_table[dis.opmap[name]] = wrapped
-
-
-def capture_loops() -> None:
-    """For the whole process: Dynamo reads these before it calls a backend, and has none for a single one.
-
-    What is set belongs to this thread, or this context; so the defaults change, too. Workers of a pool, and a
-    server's tasks, read those.
-    """
-    entries = getattr(api.config, "_config", {})
-    for name, value in CAPTURE.items():
-        setattr(api.config, name, value)
-        if name in entries:
-            entries[name].default = value
-    extend_dynamo()

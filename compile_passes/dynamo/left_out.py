@@ -32,6 +32,7 @@ from . import api
 from .api import counters
 from .breaks import breaks_since, described, innermost, known_breaks, place, reason_of
 from .rules import around
+from .session import within
 
 log = logging.getLogger("fp4_ops")
 
@@ -310,13 +311,9 @@ def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _backend_of(context: Any) -> tuple[Any, dict[str, Any]]:
     """Whose backend, and its options."""
-    backend: Any = context.callback
-    options: dict[str, Any] = {}
-    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
-        while hasattr(backend, name):
-            backend = getattr(backend, name)
-            options = getattr(backend, "kwargs", {}).get("options") or options
-    return backend, dict(options)
+    _, *inner = within(context.callback)
+    given = [options for b in inner if (options := getattr(b, "kwargs", {}).get("options"))]
+    return [context.callback, *inner][-1], dict(given[-1]) if given else {}
 
 
 _WHOLE = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")

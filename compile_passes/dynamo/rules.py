@@ -42,21 +42,19 @@ _BREAKS = (Unsupported, UserError)
 
 
 def while_tracing(
-    rule: Rule, method: Callable[..., Any], output_of: Callable[..., Any]
+    rule: Rule, method: Callable[..., Any], output_of: Callable[..., Any], always: bool = False
 ) -> Callable[..., Any]:
     """`rule(method)` in our graphs, `method` in others. output_of: Dynamo's output, from the first two
-    arguments of a call."""
+    arguments of a call. always: also where a function is traced once more without rules."""
     ruled = rule(method)
 
     @functools.wraps(method)
     def traced(*args: Any, **kwargs: Any) -> Any:
-        return (ruled if _apply(output_of(*args[:2])) else method)(*args, **kwargs)
+        output = output_of(*args[:2])
+        applies = session(output).is_ours and (always or failure(getattr(output, "root_tx", None)) is None)
+        return (ruled if applies else method)(*args, **kwargs)
 
     return traced
-
-
-def _apply(output: Any) -> bool:
-    return session(output).is_ours and failure(getattr(output, "root_tx", None)) is None
 
 
 def failure(tracer: Any) -> str | None:

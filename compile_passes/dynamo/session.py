@@ -104,7 +104,7 @@ def session(output: Any) -> Session:
     """Return the session of Dynamo's OutputGraph."""
     known = vars(output)
     if _SESSION not in known:
-        known[_SESSION] = Session(wanted(output))
+        known[_SESSION] = Session(is_ours(output.compiler_fn))
     found: Session = known[_SESSION]
     return found
 
@@ -119,13 +119,18 @@ def has_attempts(found: Any) -> bool:
     return hasattr(found, _ATTEMPTS)
 
 
-def wanted(output: Any) -> bool:
-    """Whether a graph of Dynamo's is for a backend with `sees_through_branches`."""
-    backend = output.compiler_fn
+def within(backend: Any) -> list[Any]:
+    """Return the backend, and what Dynamo and `torch.compile` wrapped in it, the innermost last."""
+    found = [backend]
     for name in ("_torchdynamo_orig_backend", "compiler_fn"):
-        while hasattr(backend, name):
-            backend = getattr(backend, name)
-    return bool(getattr(backend, "sees_through_branches", False))
+        while hasattr(found[-1], name):
+            found.append(getattr(found[-1], name))
+    return found
+
+
+def is_ours(backend: Any) -> bool:
+    """Whether graphs for this backend are captured with the rules: it has `sees_through_branches`."""
+    return bool(getattr(within(backend)[-1], "sees_through_branches", False))
 
 
 def is_watched(tx: Any) -> bool:
