@@ -129,7 +129,6 @@ class TileStore {
       for (int token = first; token < first + kTokens && token < Config::MaxTokens; token += kBatch) {
         // Read before the stores, because the compiler assumes that stores may change them.
         float2 scales[kEights];
-        // change them
 #pragma unroll
         for (int j = 0; j < kEights; ++j) {
           scales[j] = *reinterpret_cast<const float2*>(token_scale + token + 8 * j + threadIdx.x % 4 * 2);
