@@ -1,4 +1,4 @@
-"""Activations in index notation: what stands between the gate/up products and the down product."""
+"""Activations in index notation: the function between the gate/up products and the down product."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from ..index.terms import (
 from ..refusal import Kind, need, words
 
 GATE, UP = Axis(0, "gate"), Axis(0, "up")
-"""In activation terms: the values of the two products; UP alone if there is no gate."""
+"""In activation terms: the values of the two products. Only UP is used if there is no gate."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """h as a term over GATE and UP. `name`: the operators' activation of that meaning, if there is one."""
+    """h as a term over GATE and UP. `name` is the operators' activation that computes the same, if there is
+    one."""
 
     name: str
     term: Term
@@ -38,7 +39,8 @@ class Act:
 
 
 def read_activation(inputs: tuple[Term, ...], leaves: list[Term], site: fx.Node) -> tuple[Act, list[Term]]:
-    """The activation, the product of `inputs`, that enters the down product; its own products, gate first."""
+    """Return the activation that enters the down product (the product of `inputs`), and its products, gate
+    first."""
     if len(leaves) == 1:
         term = _over(inputs, {leaves[0]: UP}, site)
         return Act("relu2" if _relu2(term) else "", term, False), leaves
@@ -56,7 +58,8 @@ def _over(inputs: tuple[Term, ...], names: dict[Term, Term], site: fx.Node) -> T
 
 
 def bare(term: Term) -> Term:
-    """Without the nodes that compute its parts, so that experts compare equal."""
+    """Return the term without the nodes that compute its parts, so that terms of different experts are
+    equal."""
     return transform(term, lambda t: None, with_refs=False)
 
 
@@ -69,12 +72,12 @@ def _product(factors: list[Term]) -> Term:
 
 @dataclass(frozen=True)
 class _Gated:
-    """function(GATE) * (UP + offset): the numbers in it."""
+    """The numbers in function(GATE) * (UP + offset)."""
 
     function: str
     alpha: float
     limit: float | None
-    """Where GATE is clamped."""
+    """The upper limit of GATE."""
     up_offset: float
     up_limits: tuple[float | None, float | None]
 
@@ -92,7 +95,7 @@ def _gated(term: Term) -> _Gated | None:
 
 
 def _name(term: Term) -> str:
-    """The name of f(GATE) * g(UP) among the operators' activations, or nothing."""
+    """Return the operators' name of the activation f(GATE) * g(UP), or "" if there is none."""
     g = _gated(term)
     if g is None or g.up_limits != ((None, None) if g.limit is None else (-g.limit, g.limit)):
         return ""
@@ -101,7 +104,8 @@ def _name(term: Term) -> str:
 
 @words.register
 def in_words(act: Act) -> str:
-    """As the model has it, and in the numbers that the operators' activations have."""
+    """Describe an activation as the model writes it, and by the numbers that the operators' activations
+    have."""
     g = _gated(act.term) if act.gated else None
     if g is None:
         return described(act.term)
@@ -112,17 +116,17 @@ def in_words(act: Act) -> str:
 
 
 def name_of_gate(function: str, alpha: float, limit: float | None, up_offset: float) -> str:
-    """The operators' name of a gated activation with these numbers, or nothing."""
+    """Return the operators' name of a gated activation with these numbers, or "" if there is none."""
     if not all(n is None or isinstance(n, (int, float)) for n in (alpha, limit, up_offset)):
         return ""  # the graph computes it
     limit = None if limit is None else float(limit)
     made = [activation_name(Activation("", function, o, alpha, limit, up_offset)) for o in (False, True)]
-    named = [name for name in made if name in ACTIVATIONS]  # before one with a limit
+    named = [name for name in made if name in ACTIVATIONS]  # names without a limit come first
     return next(iter((*named, *filter(None, made))), "")
 
 
 def _relu2(term: Term) -> bool:
-    """Whether it is relu(UP), squared."""
+    """Return whether a term is relu(UP), squared."""
     if isinstance(term, Mul):
         return len(term.args) == 2 and all(_relu(t) for t in term.args)
     if not isinstance(term, Apply) or getattr(term.op, "overloadpacket", None) not in (aten.pow, aten.square):
@@ -138,7 +142,7 @@ def _relu(term: Any) -> bool:
 
 
 def same_function(name: str) -> list[str]:
-    """The activations that differ from this one at most in where gate and up lie."""
+    """Return the activations that are equal to this one, or differ only in the places of gate and up."""
     if not name:
         return []
     own = known_activation(name)
@@ -149,7 +153,8 @@ def same_function(name: str) -> list[str]:
 
 
 def _gate(factors: list[Term]) -> tuple[str, float, float | None] | None:
-    """(kind, alpha, limit) of silu(GATE), gelu(GATE) or GATE * sigmoid(alpha * GATE), clamped or not."""
+    """Return (kind, alpha, limit) of silu(GATE), gelu(GATE) or GATE * sigmoid(alpha * GATE), clamped or
+    not."""
     if len(factors) == 1 and isinstance(factors[0], Apply):
         f = factors[0]
         base, low, high = _clamped(f.args[0])
@@ -189,7 +194,7 @@ def _offset(term: Term) -> tuple[float, Term]:
 
 
 def _clamped(term: Term) -> tuple[Term, float | None, float | None]:
-    """(term, min, max) through one clamp with numbers."""
+    """Return (term, min, max) of a clamp with numbers. The limits are None if there is no clamp."""
     if isinstance(term, Apply) and getattr(term.op, "overloadpacket", None) in (
         aten.clamp,
         aten.clamp_max,

@@ -1,4 +1,4 @@
-"""Describes a mixture: one branch for each expert, and its parts."""
+"""The description of a mixture: one branch for each expert, and its parts."""
 
 from __future__ import annotations
 
@@ -38,21 +38,24 @@ class Branch:
 
     expert: int
     choice: int | None
-    """The one choice j that this branch serves, if it serves not all of them."""
+    """The single choice j that this branch serves. None if it serves all choices."""
     ids: Ref | None
     masked: Ref | None
-    """The ids that a mask over tokens is made of; only where `ids` is None."""
+    """The ids from which a mask over tokens is computed. Set only if `ids` is None."""
     place: Axis | None
-    """Instead of ids: the axis of the output, and of x, that counts the experts."""
+    """Set instead of ids: the axis of the output, and of x, that counts the experts."""
     sums_choices: bool
     k: Size | None
-    """Over how many of a token's ids it sums: not all, if read through a slice. None: not over any."""
+    """The number of a token's ids that the branch sums over. It can be less than all, if ids are read through
+    a slice. None if it sums over no ids."""
     chosen: tuple[Term, ...]
-    """Further conditions, over tokens, J and E, that a row meets: the expert's capacity is not used up."""
+    """Further conditions over tokens, J and E that a row must meet, such as a capacity that is not used up.
+    """
     factors: tuple[Term, ...]
     """Factors of the output, over tokens, J and E."""
     after: Term
-    """Function of a row of the expert's output before that: a norm, over OUT and the hidden axis."""
+    """The function that is applied to a row of the expert's output before the factors, such as a norm. A term
+    over OUT and the hidden axis."""
     x: Ref
     scales: tuple[Term, ...]
     """Factors of the input."""
@@ -62,22 +65,22 @@ class Branch:
     down: Matrix
     down_bias: Matrix | None
     gain: Matrix | None = None
-    """A vector of the expert's own that scales what enters its down product."""
+    """A vector of the expert that scales the input of its down product."""
 
     @property
     def matrices(self) -> tuple[Matrix | None, ...]:
-        """All that is of the expert's own."""
+        """All matrices and vectors that belong to this expert."""
         return *self.up, self.down, *self.up_bias, self.down_bias, self.gain
 
 
 Parts = tuple[Matrix, ...]
-"""Some of an expert's matrices or vectors, one below the other."""
+"""Some of an expert's matrices or vectors. They are stacked along the rows."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class _Even(Generic[T]):
-    """Values of experts 0 to `count` - 1 at equal distances. The first two say where the others are."""
+    """Values of experts 0 to `count` - 1 in even steps. The first two determine all others."""
 
     first: T
     second: T
@@ -95,19 +98,19 @@ class _Even(Generic[T]):
 
 @dataclass(frozen=True)
 class EvenParts(_Even[Parts]):
-    """Parts of experts: each has them where the one before has its, and as much further on."""
+    """Parts of experts. From each expert to the next, all indices grow by the same step."""
 
     def of(self, e: int) -> Parts:
         return tuple(_matrix_after(a, b, e) for a, b in zip(self.first, self.second, strict=True))
 
 
 Experts = list[Parts] | EvenParts
-"""For each expert some parts of it."""
+"""Some parts of each expert."""
 
 
 @dataclass(frozen=True)
 class EvenBranches(_Even[Branch]):
-    """Branches of experts, which differ in nothing but where their matrices are, evenly."""
+    """Branches of experts that differ only in the indices of their matrices, which grow in even steps."""
 
     def of(self, e: int) -> Branch:
         a, b = self.first, self.second
@@ -126,10 +129,12 @@ Branches = list[Branch] | EvenBranches
 
 
 def branches_by_id(of: Callable[[int], Branch], count: int, conditions: bool) -> Branches:
-    """Branches `of` all experts whose ids index the weights; conditions: rows are chosen by more than ids.
+    """Return the branches of all experts whose ids index the weights; of(e) reads one of them.
 
-    Without such, experts differ in which of the weights' matrices they have. If the last one has those that
-    the first two lead to, so have the others, and there is no need to read them one by one."""
+    `conditions` says that rows are chosen by more than ids. Without conditions, experts differ only in which
+    of the weights' matrices they use. If the last expert's matrices follow from those of the first two, so do
+    all others, and they need not be read one by one.
+    """
     if not conditions and count >= 4:
         even = EvenBranches(of(0), of(1), count)
         if _lead_on(even.first, even.second) and even.of(count - 1) == of(count - 1):
@@ -138,7 +143,7 @@ def branches_by_id(of: Callable[[int], Branch], count: int, conditions: bool) ->
 
 
 def _lead_on(first: Branch, second: Branch) -> bool:
-    """Whether where these have their matrices says where others have theirs."""
+    """Return whether the matrices of two experts determine those of all others."""
     for a, b in zip(first.matrices, second.matrices, strict=True):
         if a is None or b is None:
             continue
@@ -149,7 +154,7 @@ def _lead_on(first: Branch, second: Branch) -> bool:
 
 
 def _matrix_after(first: Matrix, second: Matrix, e: int) -> Matrix:
-    """Expert e's matrix, where those of experts 0 and 1 are these and lead on."""
+    """Return the matrix of expert e, given those of experts 0 and 1, which determine it."""
     index = [coordinate_after(i, j, e) for i, j in zip(first.ref.index, second.ref.index, strict=True)]
     return replace(second, ref=Ref(second.ref.node, [i for i in index if i is not None]))
 
@@ -162,35 +167,35 @@ class Mixture:
     tokens: tuple[Axis, ...]
     hidden: Axis
     branches: Branches
-    """In the order of the experts `first`, `first` + 1, ..."""
+    """In the order of the experts: `first`, `first` + 1, ..."""
     first: int
     k: int | None
-    """Choices a token; None: every expert serves every token."""
+    """The number of choices of a token. None if every expert serves every token."""
     rest: list[Ref] = field(default_factory=list)
     kept: tuple[Term, ...] = ()
-    """The factors of what a row is that no expert's rows were written over."""
+    """The factors of a row that no expert's output overwrites."""
     downs: int = 0
-    """How many down products of the graph it is made of."""
+    """The number of down products of the graph in this block."""
     wraps: bool = False
-    """Ids index a tensor of weights, so negative ones count from the end."""
+    """True if ids index a tensor of weights, so negative ones count from the end."""
     form: str = ""
-    """Kind of the products, if all are of one kind that has a name."""
+    """The kind of the products, if all have the same kind and it has a name."""
     at: fx.Node | None = None
-    """Whose line the report names, if not the root's."""
+    """The node whose line the report names, if it is not the root's."""
 
     @property
     def common(self) -> Branch:
-        """The first branch: in all but its matrices it is like any other."""
+        """The first branch. The others differ from it only in their matrices."""
         return self.branches.first if isinstance(self.branches, EvenBranches) else self.branches[0]
 
     @property
     def weights(self) -> set[fx.Node]:
-        """The parameters that the experts' matrices are in."""
+        """The parameters that hold the experts' matrices."""
         branches = [self.common] if isinstance(self.branches, EvenBranches) else self.branches
         return {p.ref.node for b in branches for p in (*b.up, b.down)}
 
     def parts(self, of: Callable[[Branch], tuple[Matrix | None, ...]]) -> Experts:
-        """For each expert, in order, these parts of it, without those that it has not."""
+        """Return these parts of each expert, in order, without parts that it does not have."""
 
         def own(b: Branch) -> Parts:
             return tuple(p for p in of(b) if p is not None)

@@ -1,5 +1,5 @@
-"""Products of chosen rows that are no plain ones: corrected by smaller products (LoRA), or with weights that
-the graph computes (pruning, norms of weights, parametrizations)."""
+"""Finds products of chosen rows that are not plain: products that smaller ones correct (LoRA), or whose
+weights the graph computes (pruning, norms of weights, parametrizations)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _made_weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.N
 
 
 def _is_of_weights(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> bool:
-    """Whether it is computed from no activations."""
+    """Return whether a node does not depend on activations."""
     seen, todo = {node}, [node]
     while todo:
         n = todo.pop()
@@ -66,7 +66,7 @@ def _has_some_rows(node: fx.Node) -> bool:
 
 
 def _unscaled(node: fx.Node) -> fx.Node:
-    """Back through scaling and views of chosen rows."""
+    """Follow a node back through scaling and views of chosen rows."""
     while is_op(node, *_SCALED):
         rows = [n for n in node.all_input_nodes if _has_some_rows(n)]
         if len(rows) != 1:
@@ -76,7 +76,7 @@ def _unscaled(node: fx.Node) -> fx.Node:
 
 
 def _weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node | None:
-    """The parameter that chosen rows are multiplied with."""
+    """Return the parameter that chosen rows are multiplied by."""
     for node in product.all_input_nodes if is_op(product, *PRODUCTS) else ():
         while is_op(node, *_SAME):
             node = operand(node)
@@ -86,7 +86,8 @@ def _weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node |
 
 
 def _low_rank(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The two weights of a product of a product, if the rows between are the narrowest."""
+    """Return the two weights of a product of a product if the rows between them are the narrowest (low
+    rank)."""
     last = _weight(node, is_weight)
     rows = [n for n in node.all_input_nodes if _has_some_rows(n)] if last is not None else []
     inner = _unscaled(rows[0]) if len(rows) == 1 else None

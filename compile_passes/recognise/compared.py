@@ -1,4 +1,4 @@
-"""Compares two experts of one block in all that they must have in common."""
+"""Compares two experts of one block in everything that they must have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def in_common(a: Branch, b: Branch) -> Iterator[tuple[Any, ...]]:
-    """Yield for each thing: whether both have it, the kind of the refusal if not, and its facts."""
+    """Yield for each property whether both branches share it, the kind of refusal if not, and its facts."""
     shapes = [tuple((w.n, w.k) for w in (*x.up, x.down)) for x in (a, b)]
     biases = [[x is None for x in (*branch.up_bias, branch.down_bias, branch.gain)] for branch in (a, b)]
     yield a.x is b.x, Kind.INPUTS_DIFFER, a.x, b.x
@@ -34,5 +34,5 @@ def in_common(a: Branch, b: Branch) -> Iterator[tuple[Any, ...]]:
 
 
 def _looks_up_a_row(factor: Term) -> bool:
-    """scores[ids, j]: an id where the token should be."""
+    """Return whether a factor is like scores[ids, j]: an id is used where the token should be."""
     return isinstance(factor, Ref) and len(factor.index) > 1 and isinstance(factor.index[0], Ref)

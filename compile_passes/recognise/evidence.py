@@ -1,14 +1,14 @@
 """Evidence that the matrices of a stacked weight are experts: a router decides which rows meet which matrix.
 
-A product with one matrix for each slice, y[e] = a[e] W[e], is written by heads, ensembles and codebooks, too.
-It counts as an expert's where one of these holds:
+Heads, ensembles and codebooks also have products with one matrix for each slice, y[e] = a[e] W[e]. Such a
+product counts as an expert's if one of these holds:
 
 - dispatch: the rows of a[e] were chosen or scaled for e by what a router computed;
 - combination: the sum over e weights y[e] by a router's scores, or ids choose the rows of y;
 - ids or offsets that are computed from the model's inputs choose the matrices;
 - the weight's path has "expert" in it, or the model holds the weight in 4 bits.
 
-A product that a softmax or a topk chooses by is a router. It is never an expert.
+If a softmax or a topk chooses by the result of a product, the product is a router and never an expert.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _KEEP_ORDER = (
 _PUTS = (aten.index_put, aten.scatter, aten.scatter_add, aten.index_add, aten.index_copy, aten.masked_scatter)
 _READS = (aten.index, aten.index_select, aten.gather, aten.embedding)
 _FAR = 96
-"""How many nodes after a product its combination may be."""
+"""A product's combination must come within this many nodes after it."""
 _VERY_FAR = 1024
-"""How many nodes around products are looked at before they count as no experts."""
+"""The number of nodes around products that are searched before the products count as no experts."""
 
 
 class BatchedProduct(Protocol):
@@ -80,12 +80,12 @@ class BatchedProduct(Protocol):
 
 @dataclass(frozen=True)
 class _Carrier:
-    """A tensor in whose terms downstream an expert is told by one dimension."""
+    """A tensor with a dimension that distinguishes the experts, also in later terms that contain it."""
 
     node: fx.Node
     dim: int
     part: int | None = None
-    """Which part of that dimension, if a view cuts it."""
+    """The part of that dimension that counts experts, if a view splits it."""
 
     def expert(self, ref: Ref) -> Term:
         index = ref.index[self.dim]
@@ -102,9 +102,10 @@ class Evidence:
         self._data: set[fx.Node] = set()
         """Nodes whose values depend on the model's inputs."""
         self._hard: set[fx.Node] = set()
-        """Choices, and what is made of them without a product with weights or a softmax."""
+        """Choices, and what is computed from them without a product with weights or a softmax."""
         self._soft: set[fx.Node] = set()
-        """The same of scores between which a softmax or a sigmoid decides."""
+        """The same, and also scores that went through a softmax or a sigmoid, and what is computed from them.
+        """
         for node in graph.nodes:
             self._classify(node, facts.fixed)
 
@@ -129,7 +130,7 @@ class Evidence:
     # --- what counts ---
 
     def chosen(self, ids: fx.Node) -> bool:
-        """Whether ids or offsets depend on the model's inputs, and so are a choice."""
+        """Return whether ids or offsets depend on the model's inputs. If so, they are a choice."""
         return ids in self._data
 
     def named(self, weight: fx.Node) -> bool:
@@ -137,7 +138,7 @@ class Evidence:
 
     @staticmethod
     def is_router(product: fx.Node) -> bool:
-        """Whether a softmax or a topk chooses by what this product computes."""
+        """Return whether a softmax or a topk chooses by the result of this product."""
         seen, todo = {product}, list(product.users)
         while todo:
             node = todo.pop()
@@ -151,9 +152,9 @@ class Evidence:
         return False
 
     def may_be_routed(self, products: Sequence[fx.Node]) -> bool:
-        """Whether a choice, or scores, meet anything that these products compute or are computed from."""
+        """Return whether choices or scores are combined with anything before or after these products."""
         if any(free_unbacked_symbols(value(p)) for p in products):
-            return True  # of rows that a mask chose
+            return True  # the products have rows that a mask chose
         if any(
             self.named(w)
             for p in products
@@ -177,14 +178,16 @@ class Evidence:
         return any(n in self._hard or is_op(n, aten._softmax) for n in before)
 
     def of_mixture(self, m: Mixture) -> bool:
-        """Whether a router decides what the experts of a block are given, or what they count for."""
+        """Return whether a router decides which rows the experts of a block get, or with which weights their
+        outputs count."""
         b = m.common
         if any(self.named(w) for w in m.weights):
             return True
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
             return self.chosen(ids.node)
-        # Without an activation, scores that no function limits make a bilinear layer of the block.
+        # Without an activation, scores that are not limited by a softmax or a sigmoid make the block a
+        # bilinear layer.
         scores = self._soft if b.act.term is UP else self._data
         if any(n in scores for t in (*b.factors, *b.scales, *b.chosen) for n in _nodes(t)):
             return True
@@ -197,12 +200,13 @@ class Evidence:
         return self._is_combined(m.root, _carrier_of_places(m), after)
 
     def routed(self, products: Sequence[BatchedProduct]) -> set[fx.Node]:
-        """The products, of all batched ones in a graph, that are experts.."""
+        """Return those of all batched products of a graph that are experts'."""
         nodes = {p.node for p in products}
         found = {p.node for p in products if self._is_routed(p)}
         feeds = {p.node: _made_of(p.a, nodes) for p in products}
         size = 0
-        while size != len(found):  # what feeds an expert's product is of that expert, and the other way
+        # Products that feed an expert's product belong to that expert, and the reverse.
+        while size != len(found):
             size = len(found)
             for node, ups in feeds.items():
                 if node in found or not found.isdisjoint(ups):
@@ -221,11 +225,11 @@ class Evidence:
     # --- dispatch ---
 
     def _is_filled(self, x: Ref, place: Axis) -> bool:
-        """Whether a router filled the buffer whose slices the experts read."""
+        """Return whether a router filled the buffer whose slices the experts read."""
         v = self._reader.value(x.node, 2)
         dims = [d for d, i in enumerate(x.index) if place in free_axes(i)]
         if dims != [d for d in dims if d < len(x.index) - 1] or len(dims) != 1:
-            return False  # slices of a token's own values: heads
+            return False  # these are slices of a token's own values: heads
         first = dims[0]
         own = v.dims[first]
         index = x.index[first]
@@ -237,9 +241,11 @@ class Evidence:
         return self._chooses_rows(rows.term, set(rows.dims[0]), set(rows.dims[k]), frozenset())
 
     def _chooses_rows(self, t: Term, e: set[Axis], k: set[Axis], summed: frozenset[Axis]) -> bool:
-        """Whether a row's element t, over the expert's axes e and columns k, is one that was chosen for e.
+        """Return whether t, an element of a row over the expert's axes e and columns k, was chosen for expert
+        e.
 
-        summed: axes that are summed over around t."""
+        summed: the axes of the sums around t.
+        """
         if isinstance(t, Ref):
             inside = [r for i in t.index for r in _refs_in(i)]
             if any(self._tells(r, e, k) and self.chosen(r.node) for r in inside):
@@ -269,12 +275,12 @@ class Evidence:
 
     @staticmethod
     def _tells(t: Term, e: set[Axis], k: set[Axis]) -> bool:
-        """Whether a term is one number for each row of an expert."""
+        """Return whether a term is one number for each row of an expert."""
         axes = free_axes(t)
         return bool(axes & e) and not axes & k
 
     def _is_put(self, buffer: fx.Node) -> bool:
-        """Whether whole rows were put into a buffer at places that were chosen."""
+        """Return whether whole rows were written to a buffer at chosen places."""
         while is_op(buffer, *_KEEP_ORDER, aten.slice):
             buffer = operand(buffer)
         return is_op(buffer, *_PUTS) and any(n in self._hard for n in _indices(buffer))
@@ -282,7 +288,7 @@ class Evidence:
     # --- combination ---
 
     def _is_combined(self, product: fx.Node, carrier: _Carrier, reader: Reader) -> bool:
-        """Whether a router's scores, or ids, say what each expert's output counts for."""
+        """Return whether a router's scores or ids decide how each expert's output is weighted."""
         seen, todo, in_order = {product}, [product], {product}
         while todo and len(seen) < _FAR:
             node = todo.pop(0)
@@ -300,7 +306,7 @@ class Evidence:
         return False
 
     def _places(self, node: fx.Node, rows: fx.Node) -> bool:
-        """Whether `node` puts rows [E C, N], or reads them, by ids that were chosen."""
+        """Return whether `node` writes or reads rows [E C, N] by chosen ids."""
         if is_op(node, *_READS):
             first, table = is_op(node, aten.index, aten.embedding) or node.args[1] == 0, operand(node)
         elif is_op(node, aten.index_put):
@@ -335,17 +341,18 @@ class Evidence:
 
 
 def side_by_side(products: Sequence[fx.Node]) -> Refusal:
-    """The refusal of products side by side that are like experts' and meet no choice."""
+    """Return the refusal of products side by side that look like experts but are never combined with a
+    choice."""
     return Refusal(Kind.SIDE_BY_SIDE, products[-1], (len(products),))
 
 
 def unrouted(weight: fx.Node, site: fx.Node) -> Refusal:
-    """The refusal of a product that is like an expert's, where nothing shows a router."""
+    """Return the refusal of a product that looks like an expert's, if nothing shows a router."""
     return Refusal(Kind.UNROUTED, site, (weight,))
 
 
 def router(weight: fx.Node, site: fx.Node) -> Refusal:
-    """The refusal of a product by which experts, or something else, are chosen."""
+    """Return the refusal of a product whose result chooses experts or something else."""
     return Refusal(Kind.ROUTER, site, (weight,))
 
 
@@ -360,7 +367,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _chooses(node: fx.Node) -> bool:
-    """Whether an operator chooses: among values, or by comparing ids."""
+    """Return whether an operator makes a choice: among values, or by comparing ids."""
     if is_op(node, *_CHOICES):
         return True
     if is_op(node, aten.max, aten.min):
@@ -378,7 +385,7 @@ def _decides(node: fx.Node) -> bool:
 
 
 def _indices(node: fx.Node) -> list[fx.Node]:
-    """The tensors that say where an operator reads or writes."""
+    """Return the tensors of indices with which an operator reads or writes."""
     if is_op(node, aten.index, aten.index_put):
         return [n for n in several(node, 1) if isinstance(n, fx.Node)]
     if is_op(node, aten.embedding, aten.masked_scatter):
@@ -387,7 +394,7 @@ def _indices(node: fx.Node) -> list[fx.Node]:
 
 
 def _refs_in(index: Term) -> Iterator[Ref]:
-    """The tensors whose elements a coordinate is made of."""
+    """Yield the tensors whose elements a coordinate is computed from."""
     todo = [index]
     while todo:
         t = todo.pop()
@@ -397,7 +404,7 @@ def _refs_in(index: Term) -> Iterator[Ref]:
 
 
 def _nodes(term: Term) -> list[fx.Node]:
-    """The nodes that compute a term, or else its parts."""
+    """Return the node that computes a term, or else the nodes that compute its parts."""
     if isinstance(term, Ref):
         return [term.node, *(r.node for i in term.index for r in _refs_in(i))]
     if isinstance(term, Composite) and term.ref is not None:
@@ -406,7 +413,7 @@ def _nodes(term: Term) -> list[fx.Node]:
 
 
 def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
-    """The products that rows are computed from, element by element or by a norm."""
+    """Return the products that rows are computed from by elementwise operators or a norm."""
     found, seen, todo = set(), {rows}, [rows]
     while todo:
         node = todo.pop()
@@ -420,7 +427,7 @@ def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
 
 
 def _carrier_of_places(m: Mixture) -> _Carrier:
-    """Where the output of a block of slices has the axis that counts the experts."""
+    """Return the carrier for a block of slices: the output's axis that counts the experts."""
     tokens = list(m.tokens)
     for dim, size in enumerate(shape(m.root)[:-1]):
         own: list[Axis] = []

@@ -1,6 +1,7 @@
 """Reads the factors of an expert's output in the sum over experts: masks, routing weights, norms.
 
-`in_general` names one branch's expert and choice E and J, so that the branches of a block compare equal.
+`in_general` renames one branch's expert and choice to E and J, so that the branches of a block are equal
+terms.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from ..index.terms import (
 from ..refusal import Kind, need
 
 N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
-"""In matched terms: row and column of a weight, the expert, a token's choice."""
+"""In matched terms: row and column of a weight, expert, and a token's choice."""
 OUT = Axis(0, "out")
-"""In what becomes of an expert's output before it is weighted: that output."""
+"""The expert's output, in terms for what is applied to it before it is weighted."""
 
 
 def indices(ref: Ref) -> Iterator[Term]:
-    """Coordinates of an element, those inside a composed one too."""
+    """Yield the coordinates of an element, including those inside a composed coordinate."""
     for i in ref.index:
         if isinstance(i, Mix):
             yield from i.parts
@@ -65,7 +66,7 @@ def eq(ids: Ref | Axis, e: int) -> Term:
 
 
 def coordinate_after(first: Term, second: Term, e: int) -> Term | None:
-    """The coordinate of expert e, where those of experts 0 and 1 are these; None if that cannot be said."""
+    """Return the coordinate of expert e, given those of experts 0 and 1. None if they do not determine it."""
     if first is second:
         return first
     if isinstance(first, Const) and isinstance(second, Const):
@@ -78,7 +79,7 @@ def coordinate_after(first: Term, second: Term, e: int) -> Term | None:
 
 
 def is_implied(condition: Term, ids: Term | None, e: int) -> bool:
-    """Whether a condition on `ids` holds wherever they are e: [ids < 8] does for expert 3."""
+    """Return whether a condition on `ids` always holds if the id is e: [ids < 8] does for expert 3."""
     if not isinstance(condition, Apply) or condition.op not in _COMPARISONS or condition.args[0] is not ids:
         return False
     other = condition.args[1]
@@ -94,9 +95,12 @@ _COMPARISONS = {
 def split_after(
     core: Term, of: Term, weight: fx.Node, factors: tuple[Term, ...], hidden: Axis, site: fx.Node
 ) -> tuple[Term, tuple[Term, ...]]:
-    """Split a row of the output `core` (of `weight`) into the function `of` it, and the factors that
-    scale it element by element or by a mean over it, as one term over OUT and the hidden axis; the other
-    factors."""
+    """Split a row of an expert's output into the function that is applied to it, and the other factors.
+
+    `core` is the output of the product with `weight`, and `of` the function of it in the model. Factors that
+    scale the row element by element, or by a mean over it, become part of the function. The function is a
+    term over OUT and the hidden axis.
+    """
 
     def at(t: Term) -> Term | None:
         if t is core:
@@ -125,7 +129,8 @@ def split_after(
 
 
 def looked_up(term: Term, ids: Ref | None) -> Ref | None:
-    """Find a part of a tensor in a term, `scale[task]`, that one number selects instead of a row's id."""
+    """Find a part of a tensor in a term, such as `scale[task]`, that one number selects instead of a row's
+    id."""
     for t in walk(term):
         if isinstance(t, Ref):
             *rest, last = t.index or (None,)
@@ -138,7 +143,8 @@ def looked_up(term: Term, ids: Ref | None) -> Ref | None:
 
 
 def open_sums(axes: tuple[Axis, ...], factors: tuple[Term, ...]) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
-    """A factor sum over j of w[t, j] * [ids[t, j] == e] becomes its factors, summed with the rest."""
+    """Open a factor that sums over j of w[t, j] * [ids[t, j] == e]: its factors are then summed with the
+    rest."""
     out: list[Term] = []
     masked = any(is_eq(p) for f in factors for p in flatten(f, Mul))
     for f in factors:
@@ -152,7 +158,7 @@ def open_sums(axes: tuple[Axis, ...], factors: tuple[Term, ...]) -> tuple[tuple[
 
 
 def parts(term: Term) -> list[Term]:
-    """The operands of nested products. What the graph computes with a mask in it stays whole."""
+    """Return the operands of nested products. A product with a mask that the graph computes stays whole."""
     out, todo = [], [term]
     while todo:
         t = todo.pop()
@@ -164,10 +170,10 @@ def parts(term: Term) -> list[Term]:
 
 
 def without_other_masks(factors: tuple[Term, ...]) -> tuple[Term, ...]:
-    """The factors of an expert's output, whose masks say whose output it is.
+    """Return the factors of an expert's output with only those masks that say whose output it is.
 
-    What is masked by something else than the ids that other factors compare, such as the process that has an
-    expert, is a number like others.
+    If a factor has a mask that compares other values than the ids of the other factors, such as the process
+    that holds an expert, the factor becomes an ordinary number.
     """
     ids = {compared for f in factors if not isinstance(f, Mul) for compared in _compared(f)}
     out: list[Term] = []
@@ -179,7 +185,7 @@ def without_other_masks(factors: tuple[Term, ...]) -> tuple[Term, ...]:
 
 
 def _compared(mask: Term) -> list[Any]:
-    """The tensor whose elements a mask compares, or the axis whose places."""
+    """Return the tensor whose elements a mask compares, or the axis whose positions it compares."""
     inside = mask.body if isinstance(mask, AnyOf) else mask
     if not is_eq(inside):
         return []
@@ -187,9 +193,11 @@ def _compared(mask: Term) -> list[Any]:
 
 
 def demote(term: Term, masks: bool = False) -> Term:
-    """A computed term as an element of the node that computes it; routing need not be known further.
+    """Replace computed parts of a term by elements of the nodes that compute them. Routing need not be read
+    further.
 
-    masks: also if masks are among what computes it, as they do not say whose output it scales."""
+    masks: also replace parts with masks in them, because the masks do not say whose output the part scales.
+    """
 
     def at(t: Term) -> Term | None:
         if isinstance(t, Composite) and t.ref is not None and (masks or not has_masks(t)):
@@ -200,7 +208,7 @@ def demote(term: Term, masks: bool = False) -> Term:
 
 
 def has_masks(term: Term) -> bool:
-    """Whether a term tells experts apart by a mask."""
+    """Return whether a term distinguishes experts by a mask."""
     return any(is_eq(t) for t in walk(term))
 
 
@@ -212,8 +220,8 @@ def product_ref(factors: tuple[Term, ...]) -> Ref | None:
 
 
 def expert_column(terms: tuple[Term, ...], tokens: tuple[Axis, ...]) -> int | None:
-    """e of C[t, e], where a matrix over all experts weights them; t may be of fewer axes than a token is:
-    a sequence's weights are those of all its tokens."""
+    """Return e of C[t, e], a matrix over all experts that weights their outputs. t may have fewer axes than a
+    token has: weights of a sequence hold for all of its tokens."""
     refs = [t for t in terms if isinstance(t, Ref)]
     whole = [t for t in refs if set(tokens) <= free_axes(t)]
     for chosen in (whole, [t for t in refs if set(tokens) & free_axes(t)], refs):
@@ -229,7 +237,7 @@ def expert_column(terms: tuple[Term, ...], tokens: tuple[Axis, ...]) -> int | No
 
 
 def fixed_choice(ids: Ref | None) -> int | None:
-    """j of a mask ids[t, j] == e for one choice j."""
+    """Return j of a mask ids[t, j] == e that has a single choice j."""
     if ids is None or len(ids.index) < 2 or not isinstance(ids.index[-1], Const):
         return None
     return None if same(shape(ids.node)[-1], 1) else ids.index[-1].value
@@ -240,7 +248,7 @@ def along(term: Ref, e: int, place: Axis) -> Ref: ...
 @overload
 def along(term: Term, e: int, place: Axis) -> Term: ...
 def along(term: Term, e: int, place: Axis) -> Term:
-    """`term` where `place` is e, with `place` for e: slice e of a buffer as the slice of any expert."""
+    """Generalise a term from slice e of a buffer to the slice of any expert: replace e by `place`."""
 
     def at(t: Term) -> Term | None:
         if not isinstance(t, Ref):
@@ -254,7 +262,7 @@ def along(term: Term, e: int, place: Axis) -> Term:
 
 
 def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
-    """A coordinate that is of slice e, with `place` for e; None if it is not of a slice."""
+    """Return a coordinate inside slice e with `place` in place of e. None if it is not inside a slice."""
     if isinstance(i, Const) and i.value == e and same(size, place.size) and not same(size, 1):
         return place
     base, start, step = (i.base, i.start, i.step) if isinstance(i, Affine) else (i, 0, 1)
@@ -265,9 +273,9 @@ def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
     for s in sizes:
         rows = rows * s
     if same(size, place.size * rows) and not same(size, rows) and isinstance(place.size, int):
-        if step == 1 and same(start, e * rows):  # the experts' rows lie one after the other's
+        if step == 1 and same(start, e * rows):  # the rows of one expert follow those of another
             return Mix((place, *parts), (place.size, *sizes))
-        if (start, step) == (e, place.size):  # or in turn
+        if (start, step) == (e, place.size):  # the rows of the experts alternate
             return Mix((*parts, place), (*sizes, place.size))
     if isinstance(i, Mix):
         at = [d for d, (p, s) in enumerate(zip(i.parts, i.sizes)) if _along(p, s, e, place) is place]
@@ -277,7 +285,8 @@ def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
 
 
 def in_general(term: Term, e: int, choice: int | None) -> Term:
-    """`term` with this branch's expert and choice named E and J, so that branches compare equal."""
+    """Return `term` with this branch's expert and choice renamed to E and J, so that branches are equal
+    terms."""
 
     def at(t: Term) -> Term | None:
         if not isinstance(t, Ref):

@@ -1,4 +1,4 @@
-"""Rows that no expert's were written over: what they keep."""
+"""The values of rows that no expert's output overwrites."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kept_row(
 
 
 def _written_by(mask: Term) -> tuple[Any, ...]:
-    """(expert, ids, choice, further conditions) of the rows that a mask selects, as a Branch has them."""
+    """Return (expert, ids, choice, further conditions) of the rows that a mask selects, as in a Branch."""
     factors = flatten(mask, Mul)
     ids, expert = next((f.args for f in factors if is_eq(f)), (None, None))  # type: ignore[attr-defined]
     if not (isinstance(ids, Ref) and isinstance(expert, Const)):

@@ -1,10 +1,9 @@
-"""A mixture of experts in index notation, whatever way its program was written:
+"""A mixture of experts in index notation, however its program was written:
 
     out[t] = sum over e of c(t, e) * down_e(act(up_e(s(t, e) * x[t])))
 
-`Matcher.match` takes a node's term (index/reader.py) apart into one branch for each expert, and proves that
-the branches differ in nothing but the expert: same x, same activation, same routing, each expert exactly
-once.
+`Matcher.match` splits a node's term (index/reader.py) into one branch for each expert. It proves that the
+branches differ only in the expert: same x, same activation, same routing, and each expert exactly once.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ from .unread_steps import kind_of
 
 @dataclass(frozen=True)
 class _Up:
-    """One of the products that the activation is made of: its weight, and the rows that it multiplies."""
+    """One of the input products of the activation: its weight, and the rows that it multiplies."""
 
     matrix: Matrix
     bias: Matrix | None
@@ -77,7 +76,7 @@ class _Up:
 
 @dataclass(frozen=True)
 class _Input:
-    """Input of a down product. The fields are those of a Branch."""
+    """The input of a down product. The fields are those of a Branch."""
 
     x: Ref
     scales: tuple[Term, ...]
@@ -89,7 +88,7 @@ class _Input:
 
 @dataclass
 class _Selection:
-    """Rows of an expert, read from the factors of its output. Most fields are those of a Branch."""
+    """The rows of an expert, read from the factors of its output. Most fields are those of a Branch."""
 
     expert: int | None
     ids: Ref | None = None
@@ -105,12 +104,15 @@ class Matcher(Pieces):
         super().__init__(reader)
         self.branches = 0
         self.most: Branches = []
-        """Longest list of branches that `match` found since this was emptied."""
+        """The longest list of branches that `match` has found since this was emptied."""
 
     def match(self, root: fx.Node, allow_rest: bool, has_experts: Callable[[fx.Node], bool]) -> Mixture:
-        """The mixture that `root` computes, or a Refusal; `branches`: how many experts were told apart.
+        """Return the mixture that `root` computes, or a Refusal. Its `branches` is the number of experts
+        found.
 
-        allow_rest: whether something may be added to it, which `has_experts` must not hold of."""
+        allow_rest: whether something may be added to the mixture. Nodes for which `has_experts` is true may
+        not.
+        """
         self.branches = 0
         v = self.reader.value(root, 2)
         need(len(v.dims) >= 1 and len(v.dims[-1]) == 1, Kind.HIDDEN_NOT_LAST, root)
@@ -155,7 +157,8 @@ class Matcher(Pieces):
     def _branches(
         self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
     ) -> Iterator[Branches]:
-        """One addend is one expert's, or all experts' at once: over an axis, or by ids that index weights."""
+        """Read one addend. It belongs to one expert, or to all experts at once: over an axis, or by ids that
+        index weights."""
         down = self.inside(core)
         lin = self.linear(down) if down is not None else None
         assert down is not None and lin is not None
@@ -204,11 +207,11 @@ class Matcher(Pieces):
         need(not free_axes(x) & set(axes), Kind.NOT_OVER_CHOICES, m.root)
         rows = self._selection(without_other_masks(factors), e, m)
         ids, masked, place = rows.ids, rows.masked, rows.place
-        # A row's input may be masked, too: where it is, so is what becomes of it.
+        # The input of a row may be masked, too. Where it is masked, so is everything computed from it.
         scales = tuple(demote(s, masks=place is not None) for s in inner.scales)
         scales = tuple(s for s in scales if not (s in rows.weights and _is_mask(s)))
         expert = rows.expert
-        if expert is None:  # conditions on scores, `scores[:, e] > 0.5`, are of a column, too
+        if expert is None:  # conditions on scores, `scores[:, e] > 0.5`, also have a column
             of = (r for f in rows.chosen for r in walk(f) if isinstance(r, Ref))
             expert = expert_column((*rows.weights, *scales, *of), m.tokens)
         for f in rows.chosen:
@@ -219,7 +222,7 @@ class Matcher(Pieces):
             refuse(Kind.WHOSE_OUTPUT, m.root)
         choice = fixed_choice(ids)
         other = next(filter(None, (looked_up(t, ids) for t in (after, *rows.weights))), None)
-        if other is not None:  # what is nearer to the experts may be a block without it
+        if other is not None:  # a node nearer to the experts may be a block without this condition
             refuse(Kind.SCALED_BY_OTHER, m.root, other)
         need(len(axes) <= 1, Kind.SEVERAL_AXES, m.root)
         names: dict[Term, Term] = {a: J for a in axes}
@@ -248,7 +251,7 @@ class Matcher(Pieces):
         )  # fmt: skip
 
     def _selection(self, factors: tuple[Term, ...], e: int | None, m: Mixture) -> _Selection:
-        """Which rows an expert's output is of, and what they count for; `e`: whose output it is, if known."""
+        """Read which rows an expert's output has, and their weights. `e`: the expert, if it is known."""
         rows = _Selection(e)
         for f in factors:
             inside = f.body if isinstance(f, AnyOf) else f
@@ -337,7 +340,8 @@ class Matcher(Pieces):
     # --- the proof ---
 
     def _prove(self, branches: Branches, m: Mixture) -> None:
-        """The branches are those of `m`: alike but in their experts, and each expert is there once."""
+        """Prove that the branches are those of `m`: they differ only in the expert, and each expert occurs
+        once."""
         if isinstance(branches, EvenBranches):
             branches = replace(
                 branches, first=_of_one_choice(branches.first), second=_of_one_choice(branches.second)
@@ -389,17 +393,18 @@ class Matcher(Pieces):
         m.branches = [replace(of[e][0], choice=None) for e in experts]
 
     def _choices(self, b: Branch, m: Mixture) -> int | None:
-        """How many ids each token has; None if the routing weights are a matrix over all experts."""
+        """Return the number of ids of each token. None if the routing weights are a matrix over all
+        experts."""
         if b.place is not None:
             return 1
         ids = b.ids if b.ids is not None else b.masked
         if ids is None:
             return None
         at = set(m.tokens)
-        if not b.sums_choices and b.masked is None:  # a row of the output is one choice
+        if not b.sums_choices and b.masked is None:  # each row of the output is one choice
             need(free_axes(ids) <= at, Kind.NOT_AN_ID_A_ROW, m.root)
             return 1
-        # Not of each token: those of a sequence, or of a task, are the same for all tokens of it.
+        # Ids need not differ from token to token: those of a sequence or a task hold for all of its tokens.
         need(J in free_axes(ids) and free_axes(ids) <= at | {J}, Kind.NOT_IDS_A_TOKEN, m.root)
         at_j = _coordinates(ids).count(J)
         need(at_j == 1, Kind.CHOICES_DIMENSIONS, m.root)
@@ -409,12 +414,12 @@ class Matcher(Pieces):
 
 
 def _coordinates(ref: Ref) -> list[Term]:
-    """Return the coordinates of an element. A dimension that a view has cut gives its parts."""
+    """Return the coordinates of an element. A dimension that a view has split gives several."""
     return [p for i in ref.index for p in (i.parts if isinstance(i, Mix) else (i,))]
 
 
 def _of_one_choice(b: Branch) -> Branch:
-    """A branch that serves one column of the ids, with the ids being that column."""
+    """Return a branch that serves one column of the ids, with `ids` being that column."""
     if b.choice is None or b.ids is None:
         return b
     at = {J: Const(b.choice)}
@@ -434,7 +439,7 @@ def _is_mask(term: Term) -> bool:
 
 
 def _other_slice(b: Branch) -> int | None:
-    """The slice of a buffer that an expert reads, if it is not the one in its output's place."""
+    """Return the slice of a buffer that an expert reads, if its place is not that of the expert's output."""
     if b.place is None or b.place in free_axes(b.x):
         return None
     return next((i for i in range(b.place.size) if along(b.x, i, b.place) is not b.x), None)

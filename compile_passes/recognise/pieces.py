@@ -1,4 +1,5 @@
-"""The pieces of a mixture of experts in a term: linear products, and those whose input is made of others."""
+"""Finds the pieces of a mixture of experts in a term: linear products, and down products, whose input is
+computed from other products."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from .factors import eq, has_masks, indices, parts
 
 
 class Apart(NamedTuple):
-    """A sum over experts: of which, what their outputs are multiplied with, and the down product."""
+    """A sum over experts: their axes, the factors of their outputs, and the down product."""
 
     experts: tuple[Axis, ...]
     factors: tuple[Term, ...]
@@ -37,7 +38,7 @@ class Apart(NamedTuple):
 
 
 class Pieces:
-    """Each question is answered once for a term."""
+    """Answers questions about terms, each once for a term."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -65,18 +66,19 @@ class Pieces:
         factors = flatten(term.body, Mul)
         weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
         weights = [w for w in weights if inner in free_axes(w) and _is_matrix(w)]
-        if len(weights) > 1:  # others are vectors, or rows that a parameter holds: `embedding(tokens)`
+        if len(weights) > 1:  # others are vectors, or rows of a parameter: `embedding(tokens)`
             weights = [w for w in weights if _outputs(w, inner)]
             own = [_outputs(w, inner) for w in weights]
-            if all(own[-1].isdisjoint(axes) for axes in own[:-1]):  # a mask of the weight has its outputs
-                weights = weights[-1:]  # x's rows come first
+            # A mask of the weight has the weight's outputs.
+            if all(own[-1].isdisjoint(axes) for axes in own[:-1]):
+                weights = weights[-1:]  # the rows of x come first
         if len(weights) != 1:
             return None
         rest = tuple(f for f in factors if f is not weights[0])
         return Linear(weights[0], inner, rest, bias) if rest else None
 
     def leaves(self, terms: tuple[Term, ...]) -> list[Term]:
-        """The innermost products below pointwise operators, each once."""
+        """Return the innermost products below pointwise operators, each once."""
         found: list[Term] = []
         todo = list(reversed(terms))
         while todo:
@@ -89,7 +91,7 @@ class Pieces:
         return found
 
     def is_down(self, term: Term) -> bool:
-        """Whether a term is a product whose input is made of products, and of nothing else."""
+        """Return whether a term is a product whose input is computed only from products."""
         if term not in self._is_down:
             lin = self.linear(term)
             inputs = self.without_gains(lin)[0] if lin is not None else ()
@@ -100,7 +102,7 @@ class Pieces:
         return self._is_down[term]
 
     def apart(self, term: Term) -> Apart | None:
-        """A sum over experts and their inner dimension at once, as a sum over experts of down products."""
+        """Split a sum over experts and their inner dimension into a sum over experts of down products."""
         if term not in self._apart:
             self._apart[term] = self._take_apart(term)
         return self._apart[term]
@@ -113,7 +115,7 @@ class Pieces:
             own = tuple(f for f in factors if inner in free_axes(f))
             core = Sum((inner,), _product(own))
             lin = self.linear(core) if self.is_down(core) else None
-            # Experts come first in a weight: their dimension and the inner one could change places else.
+            # The dimension of experts must come before the inner one; otherwise the two could be exchanged.
             if lin is not None and all(_is_before(a, inner, lin.weight) for a in term.axes if a is not inner):
                 rest = tuple(self._routing(f) for f in factors if f not in own)
                 return Apart(tuple(a for a in term.axes if a is not inner), rest, core)
@@ -132,7 +134,7 @@ class Pieces:
         """Return the operands of a product without the weight vectors that scale them, and these vectors."""
 
         def is_gain(t: Term) -> TypeGuard[Ref]:
-            """A vector along the product, of the expert whose weight that is."""
+            """Return whether t is a vector along the summed axis that belongs to the expert of the weight."""
             if not (isinstance(t, Ref) and self.reader.is_weight(t.node) and lin.inner in t.index):
                 return False
             others = [i for i in t.index if i is not lin.inner and not isinstance(i, Const)]
@@ -142,7 +144,7 @@ class Pieces:
         return tuple(t for t in lin.input if t not in gains), gains
 
     def inside(self, term: Term) -> Term | None:
-        """The down product that a term is a function of, element by element, as in tanh(down)."""
+        """Return the down product of which a term is an elementwise function, as in tanh(down)."""
         if term not in self._inside:
             self._inside[term] = self._find_inside(term)
         return self._inside[term]
@@ -189,7 +191,7 @@ class Pieces:
         return any(self.has_down(t) or has_masks(t) for t in stacked.options)
 
     def _written_out(self, term: Sum) -> list[Term]:
-        """A sum over tensors that were stacked, if experts or masks are among them: its addends."""
+        """Return the addends of a sum over stacked tensors, if it has experts or masks among them."""
         for factor in flatten(term.body, Mul):
             if isinstance(factor, Choose) and factor.index in term.axes and self._tells_apart(factor):
                 rest = tuple(a for a in term.axes if a is not factor.index)
@@ -198,9 +200,10 @@ class Pieces:
         return []
 
     def expand(self, term: Term) -> Iterator[tuple[tuple[Axis, ...], tuple[Term, ...], Term | None]]:
-        """The addends of a term as (summed axes, factors, the down product or a function of it, or None)."""
+        """Yield the addends of a term as (summed axes, factors, the down product or a function of it, or
+        None)."""
         todo: list[tuple[tuple[Axis, ...], tuple[Term, ...], Term]] = [((), (), term)]
-        while todo:  # the axes and the factors that stand around a term
+        while todo:  # the axes and factors around a term
             axes, factors, t = todo.pop()
             if not self.has_down(t):
                 yield axes, (t, *factors), None
@@ -213,7 +216,8 @@ class Pieces:
             elif isinstance(t, Choose):
                 at = t.index
                 if isinstance(at, (Ref, Axis)):
-                    # By a row's id, or its place: one option is an expert's output, wherever the id is its.
+                    # Options are chosen by a row's id or its place. Option e is an expert's output for the
+                    # rows whose id is e.
                     todo += [(axes, (eq(at, e), *factors), o) for e, o in enumerate(t.options)][::-1]
                 else:
                     yield axes, (t, *factors), None
@@ -232,7 +236,7 @@ def _is_matrix(weight: Ref) -> bool:
 
 
 def _outputs(weight: Ref, inner: Axis) -> set[Term]:
-    """The axes of a product's output that a factor has by itself; `rows[tokens]` has none but `inner`."""
+    """Return the axes of a product's output that a factor has. `rows[tokens]` has none but `inner`."""
     return {i for i in indices(weight) if isinstance(i, Axis) and i is not inner}
 
 
@@ -241,12 +245,12 @@ def _product(factors: tuple[Term, ...]) -> Term:
 
 
 def _is_before(axis: Axis, other: Axis, weight: Ref) -> bool:
-    """Whether a weight has this dimension, and before the other."""
+    """Return whether a weight has this dimension, and has it before the other."""
     return axis in weight.index and weight.index.index(axis) < weight.index.index(other)
 
 
 def _parts(term: Term) -> tuple[Term, ...]:
-    """The terms that a sum, a product or a choice is made of, among which products may be."""
+    """Return the parts of a sum, a product or a choice that may contain products."""
     if isinstance(term, Choose):
         return term.options
     if isinstance(term, Sum):

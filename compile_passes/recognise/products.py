@@ -1,7 +1,6 @@
-"""Single expert products, y[r] = W[e(r)] a[r], as models write them: each form is one function.
+"""Finds single expert products, y[r] = W[e(r)] a[r]. Each form in which models write them has one function.
 
 `sorted_products`: rows sorted by expert, `_grouped_mm` with cumulative offsets.
-`indexed_products`: weights gathered for each row, `bmm`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ..weights.facts import Facts
 class WeightRef:
     """An expert weight as the graph holds it: `placeholder` is [E, N, K], or [E, K, N] if `transposed`.
 
-    It is a graph input, or what the graph decodes from inputs in 4 bits (weights/decoded.py).
+    It is a graph input, or a weight that the graph decodes from 4-bit inputs (weights/decoded.py).
     """
 
     placeholder: fx.Node
@@ -61,15 +60,16 @@ class Product:
     a: fx.Node
     weight: WeightRef
     offs: fx.Node | None = None
-    """Sorted form: the offsets as the product takes them."""
+    """Sorted form: the offsets, as the product has them."""
     ids: fx.Node | None = None
     """Indexed form: the expert of each row."""
     unit_dim: int | None = None
-    """Indexed form: where `node` has a dimension of size one, [S, N, 1] or [S, 1, N]."""
+    """Indexed form: the dimension of size one of `node`, [S, N, 1] or [S, 1, N]."""
 
 
 def _resolve(node: fx.Node, swapped: bool, site: fx.Node, facts: Facts) -> WeightRef:
-    """`node` with its last two dimensions swapped or not must be used as [E, K, N]."""
+    """Return the weight behind `node`, which must be used as [E, K, N], with its last two dimensions swapped
+    or not."""
     need(node.op == "placeholder" or node in facts.fixed, Kind.COMPUTED, site, node)
     need(node in facts.fixed, Kind.ARGUMENT, site, node)
     facts.need_own(node, site)
@@ -109,7 +109,7 @@ def _operand_names(node: fx.Node) -> tuple[str, str, str]:
 
 
 def indexed_product(bmm: fx.Node, facts: Facts) -> Product:
-    """bmm of W[ids] [S, N, K] and rows [S, K, 1], or of rows [S, 1, K] and W[ids] [S, K, N]."""
+    """Read a bmm of W[ids] [S, N, K] and rows [S, K, 1], or of rows [S, 1, K] and W[ids] [S, K, N]."""
     left, right = operand(bmm), operand(bmm, 1)
     for factor, rows, weight_first in ((left, right, True), (right, left, False)):
         gather, swapped = unswap(factor)
@@ -132,7 +132,7 @@ def indexed_product(bmm: fx.Node, facts: Facts) -> Product:
 
 
 def find_products(graph: fx.Graph, facts: Facts) -> Iterator[Product | Refusal]:
-    """Every product with an expert weight, or why it could not be taken for one."""
+    """Yield every product with an expert weight, or the reason why it is not one."""
     for node in graph.nodes:
         try:
             if is_grouped_mm(node):

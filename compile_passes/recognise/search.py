@@ -1,4 +1,4 @@
-"""Where in a graph mixtures of experts may be, and which node is the whole of one."""
+"""Finds mixtures of experts in a graph, and the node that is the whole of each."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from .unread_experts import unread_experts, unread_rows
 from .unread_steps import first_rows, kind_of, kind_on_output
 
 _STEPS_AFTER = 24
-"""How many nodes after the last expert's a block may end: scaling, a view, the sum over choices."""
+"""A block must end within this many nodes after the last expert: scaling, a view, the sum over choices."""
 _MANY = 4
-"""So many FFNs of one shape, side by side, are experts."""
+"""This many FFNs of one shape side by side count as experts."""
 
 
 class _Weight(NamedTuple):
-    """Which matrix a product is with, whatever part of it: a parameter, and the numbers that index it."""
+    """The matrix of a product, whatever part of it is used: a parameter, and the numbers that index it."""
 
     parameter: fx.Node
     places: tuple[int | None, ...]
@@ -51,48 +51,48 @@ class _Weight(NamedTuple):
 
 @dataclass(frozen=True)
 class _Down:
-    """A down product, and the products that its input is made of."""
+    """A down product, and the products that its input is computed from."""
 
     own: Linear
     ups: list[Linear]
 
 
 class _Attempt(NamedTuple):
-    """Why a node is not the whole of a block. The greatest is the one that says most."""
+    """The reason why a node is not the whole of a block. The greatest attempt explains most."""
 
     says_something: bool
     experts: int
-    """How many were told apart, if no others' outputs are in it."""
+    """The number of experts found, if the node contains no outputs of others."""
     others: int
-    """Minus the number of outputs in it that are not the block's."""
+    """Minus the number of outputs in the node that do not belong to the block."""
     refusal: Refusal
 
 
 class Search:
-    """Finds mixtures in topological order; what was found is opaque to those after it."""
+    """Finds mixtures in topological order. A block that was found is opaque to later ones."""
 
     def __init__(self, graph: fx.Graph, reader: Reader, written: dict[fx.Node, fx.Node]) -> None:
-        """written: products with weights that the graph has written to before."""
+        """written: products whose weights the graph has written to before."""
         self._written = written
         self.graph, self.reader, self.matcher = graph, reader, Matcher(reader)
         self._nodes = list(graph.nodes)
         self._given = lists_given()
         self._downs: list[fx.Node] = []
         self._earlier: list[int] = []
-        """For each down product those that it is computed from, as bits."""
+        """For each down product, the down products that it is computed from, as bits."""
         self._near: dict[fx.Node, int] = {}
-        """Bit d: down product d enters the node through operators that a block may end with."""
+        """Bit d: down product d reaches the node through operators that a block may end with."""
         for node in _tokens_that_a_mask_chose(graph):
             reader.cut(node)
 
     def run(self) -> Iterator[tuple[list[fx.Node], Mixture | Refusal]]:
-        """(down products, what became of them)."""
+        """Yield (down products, the mixture or the refusal)."""
         cause: Refusal | None = None
         for downs, found in self._all():
             if isinstance(found, Refusal) and found.kind in _VAGUE and any(map(_is_of_some_rows, downs)):
                 known, cause = cause, cause or changed_products(self.graph, self.reader.is_weight)
                 if cause is not None:
-                    if known is None:  # it is told once
+                    if known is None:  # each result is reported once
                         yield downs, cause
                     continue
             yield downs, found
@@ -127,7 +127,7 @@ class Search:
         whole = self._match(bits)
         if not isinstance(whole, Mixture):
             routed = self._by_routing(bits)
-            # A shared expert of the same shape beside experts that are one product each.
+            # A shared expert of the same shape stands beside experts that are one product each.
             alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
             apart = [(bit, self._match(bit)) for bit in alone if bit != bits]
             if any(isinstance(found, Mixture) for _, found in apart):
@@ -148,7 +148,8 @@ class Search:
         return found
 
     def _after_those_before(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
-        """A block to whose output others are added: what is read later does not look into it."""
+        """Make a block that was found opaque: later blocks may add to its output, and must not read into
+        it."""
         if isinstance(found, Mixture):
             self.reader.cut(found.root)
             later: set[fx.Node] = set()
@@ -162,9 +163,11 @@ class Search:
         return found
 
     def _by_routing(self, bits: int) -> list[int]:
-        """Blocks that are added to one tensor: down products that are routed and weighted alike, in order.
+        """Return blocks that are added to one tensor, in order: down products with the same routing and
+        weights.
 
-        Empty if they are one block, or if experts stand alone."""
+        The list is empty if all are one block, or if an expert is alone.
+        """
         at: dict[_Weight, int] = {}
         for d, n in enumerate(self._downs):
             if bits >> d & 1:
@@ -186,10 +189,12 @@ class Search:
         return parts if len(parts) > 1 and whole == bits else []
 
     def _parts(self, bits: int) -> list[int]:
-        """Blocks of one shape, side by side: down products that meet each other before they meet the rest.
+        """Return blocks of one shape side by side: down products whose outputs are summed among themselves
+        first.
 
-        Within a block outputs are added one after the other, or all at once. Where sums of several meet, each
-        sum may be a block of its own. So may sums that never meet."""
+        Within a block, outputs are added one after another or all at once. Where several sums are combined,
+        each sum may be a block of its own. So may sums that are never combined.
+        """
         parts: dict[int, None] = {}
         masks = dict.fromkeys(near & bits for near in self._near.values())
         for node in self.graph.nodes:
@@ -202,7 +207,7 @@ class Search:
         return [m for m in parts if m != bits and not any(m != o and m & o == m for o in parts)]
 
     def _unread(self) -> Refusal | None:
-        """Products of many choices of rows, none of which is a down product."""
+        """Return a refusal for products of many choices of rows if none of them is a down product."""
         rows = [n for n in self.graph.nodes if is_op(n, *PRODUCTS) and _is_of_some_rows(n)]
         choices = len({frozenset(free_unbacked_symbols(value(n))) for n in rows})
         if self._downs or choices < _MANY:
@@ -217,7 +222,8 @@ class Search:
         return [n for d, n in enumerate(self._downs) if bits >> d & 1]
 
     def _groups(self) -> list[int]:
-        """Down products of one block: of one shape, whose inputs depend on the same earlier ones."""
+        """Return groups of down products that may be one block: same shape, and inputs that depend on the
+        same earlier products."""
         downs = self._downs
         before: dict[fx.Node, int] = {}
         groups: dict[tuple[object, ...], int] = {}
@@ -243,10 +249,10 @@ class Search:
         return list(groups.values())
 
     def _keys(self) -> dict[fx.Node, tuple[object, ...]]:
-        """For each down product what those of one block have in common."""
+        """Return, for each down product, the properties that the down products of a block share."""
         made_of: dict[fx.Node, _Down] = {}
         for node in self.graph.find_nodes(op="call_function", target=aten.add.Tensor):
-            self.reader.value(node, 2)  # which products continue others
+            self.reader.value(node, 2)  # this notes which products continue others
         for node in self.graph.nodes:
             if node not in self.reader.continued and (is_op(node, *PRODUCTS) or is_grouped_mm(node)):
                 term = self.reader.value(node, 2).term
@@ -255,20 +261,21 @@ class Search:
                 lin = self.matcher.linear(term) if self.matcher.is_down(term) else None
                 if lin is not None:
                     made_of[node] = _Down(lin, self._ups(lin))
-        # A Linear before the experts makes a product of products of their gate/up, too. It is all experts'.
+        # With a Linear before the experts, their gate/up are products of products, too. All experts read that
+        # Linear.
         readers: dict[_Weight, set[_Weight]] = {}
         for down in made_of.values():
             for up in down.ups:
                 readers.setdefault(_weight(up.weight), set()).add(_weight(down.own.weight))
 
         def is_before(down: _Down) -> bool:
-            """Whether it is what experts read, not one of them."""
+            """Return whether a product is read by experts and is not one of them."""
             indexed = _is_indexed(down.own)
             return _weight(down.own.weight) in readers and all(
                 len(readers[_weight(up.weight)]) > 1 or (indexed and not _is_indexed(up)) for up in down.ups
             )
 
-        # A shared expert may be of the same shape; it has all rows, not those that a mask or `where` chose.
+        # A shared expert may have the same shape. It has all rows, not those that a mask or `where` chose.
         return {
             node: (str(shape(node)[-1]), str(down.own.inner.size), _is_of_some_rows(node))
             for node, down in made_of.items()
@@ -276,7 +283,7 @@ class Search:
         }
 
     def _ups(self, down: Linear) -> list[Linear]:
-        """The products that the input of a down product is made of."""
+        """Return the products that the input of a down product is computed from."""
         ups = map(self.matcher.linear, self.matcher.leaves(down.input))
         return [up for up in ups if up is not None]
 
@@ -288,7 +295,7 @@ class Search:
         return target in self.reader.understood or pointwise
 
     def _match(self, bits: int) -> Mixture | Refusal | None:
-        """The furthest node that is a mixture of these down products; None if they are no experts."""
+        """Return the mixture of these down products whose node comes last. None if they are not experts."""
         ends = self._ends(bits)
         count = bits.bit_count()
         attempts: list[_Attempt] = []
@@ -296,7 +303,7 @@ class Search:
         for allow_rest in (False, True):
             for node in reversed(ends):
                 if self._near[node] != bits and not allow_rest:
-                    continue  # another block's experts enter too
+                    continue  # the node also contains experts of another block
                 try:
                     found = self.matcher.match(node, allow_rest, lambda n: bool(self._near.get(n, 0) & bits))
                     self._note_form(found, bits)
@@ -336,7 +343,8 @@ class Search:
         )
 
     def _ends(self, bits: int) -> list[fx.Node]:
-        """The nodes that a block of these down products may end with, before any block that reads it."""
+        """Return the nodes with which a block of these down products may end, before any block that reads
+        it."""
         later = sum(1 << d for d, earlier in enumerate(self._earlier) if earlier & bits)
         last = self._downs[bits.bit_length() - 1]
         after = itertools.dropwhile(lambda n: n is not last, self._nodes)
@@ -355,19 +363,21 @@ class Search:
             found.form, found.at = GATHERED, downs[0]
 
     def _not_read(self, bits: int) -> Refusal | None:
-        """The first reason why what comes of these products could not be read."""
+        """Return the first reason why the results of these products could not be read."""
         read = self.reader.refusals
         return next((read[n] for n in self.graph.nodes if n in read and self._near[n] & bits), None)
 
     def _of_written(self, step: fx.Node) -> Refusal | None:
-        """A product that enters `step` with a weight that the graph has written to before."""
+        """Return a refusal if a product that `step` depends on has a weight that the graph has written to
+        before."""
         for node in self._entering(step):
             if node in self._written:
                 return written_to(self._written[node], node)
         return None
 
     def _by_other_masks(self, step: fx.Node) -> Refusal | None:
-        """Experts' rows that enter `step`, put where a mask says that is not of ids: text, image tokens."""
+        """Return a refusal if rows of experts in `step` were written by a mask that is not about ids: text,
+        image tokens."""
         for node in self._entering(step):
             if not is_op(node, aten.index_put) or not self._near.get(operand(node, 2), 0):
                 continue
@@ -382,7 +392,7 @@ class Search:
         return None
 
     def _stopped(self, bits: int) -> Refusal | None:
-        """The operator that an expert's output meets before it is added up, if no block ends with such."""
+        """Return a refusal for an operator on a single expert's output with which no block can end."""
         for node in self.graph.nodes:
             near = 0
             for n in node.all_input_nodes:
@@ -394,7 +404,8 @@ class Search:
         return None
 
     def _put_over(self, step: fx.Node) -> Refusal | None:
-        """The first expert's rows, of those that enter `step`, that are written over what is not zeros."""
+        """Return a refusal for the first rows of experts in `step` that overwrite something other than
+        zeros."""
         for node in self._entering(step):
             if is_op(node, aten.index_copy):
                 base, rows = operand(node), operand(node, 3)
@@ -409,7 +420,7 @@ class Search:
         return None
 
     def _entering(self, step: fx.Node) -> list[fx.Node]:
-        """All that `step` is computed from, and itself, in the graph's order."""
+        """Return `step` and all nodes that it depends on, in the graph's order."""
         behind, todo = {step}, [step]
         while todo:
             new = set(todo.pop().all_input_nodes) - behind
@@ -418,7 +429,7 @@ class Search:
         return [n for n in self.graph.nodes if n in behind]
 
     def _behind(self, step: fx.Node) -> Refusal | None:
-        """The first step of an expert's rows, of those that enter `step`, that is the reason why."""
+        """Return a refusal for the first unreadable operator on rows of experts that `step` depends on."""
         for node in self._entering(step):
             if not is_tensor(node) or value(node).dtype not in FLOATING:
                 continue
@@ -428,7 +439,7 @@ class Search:
         return None
 
     def _is_third(self, node: fx.Node) -> bool:
-        """Whether a down product's input is made of another's output."""
+        """Return whether the input of a down product is computed from another down product's output."""
         downs = {_weight(self._linear(n).weight) for n in self._downs}
         return any(_weight(up.weight) in downs for up in self._ups(self._linear(node)))
 
@@ -438,13 +449,14 @@ class Search:
         return lin
 
     def _is_indexed(self, node: fx.Node) -> bool:
-        """Whether a product's weight holds several experts."""
+        """Return whether a product's weight holds several experts."""
         lin = self.matcher.linear(self.reader.value(node, 2).term)
         return lin is not None and _is_indexed(lin)
 
 
 def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
-    """Rows for which a router chooses experts, text or image tokens: those of a block of their own."""
+    """Return rows that a mask chose and for which a router chooses experts: text or image tokens. Each have
+    their own block."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if not is_op(node, aten.topk, aten.argmax, aten.max, aten.sort):
@@ -463,7 +475,8 @@ def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_function_of_block(found: Mixture) -> bool:
-    """Whether a block of one choice a token ends in a function, which the graph can compute after it."""
+    """Return whether a block with one choice for each token ends in a function that the graph can compute
+    after it."""
     return found.downs == 1 and found.k == 1 and isinstance(found.common.after, Apply)
 
 
@@ -473,19 +486,19 @@ def _is_indexed(lin: Linear) -> bool:
 
 def _weight(weight: Ref) -> _Weight:
     index = weight.index
-    if len(index) == 1:  # both dimensions of a matrix lie in one: where it begins
+    if len(index) == 1:  # one dimension holds both of a matrix's: take its start
         index = tuple(substitute(i, dict.fromkeys(free_axes(i), Const(0))) for i in index)
     return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in index))
 
 
 def _is_of_some_rows(node: fx.Node) -> bool:
-    """Whether a tensor has the rows that a mask or `where` chose."""
+    """Return whether a tensor has the rows that a mask or `where` chose."""
     return bool(free_unbacked_symbols(value(node)))
 
 
 _DULL = (Kind.ONE_EXPERT, Kind.SOMETHING_ADDED)
 """Reasons that hold for any node inside a block, so they say nothing."""
 _OPAQUE = (Kind.OPAQUE, Kind.OPAQUE_WITH_EXPERTS)
-"""Reasons of a node that something behind it may explain."""
+"""Reasons that an earlier node may explain better."""
 _VAGUE = (*_OPAQUE, Kind.OPAQUE_OUTPUT, Kind.OPAQUE_ROWS, Kind.READ_AS_NONE, Kind.READ_COMPUTED)
 """Reasons that say what could not be read, not why."""

@@ -1,4 +1,4 @@
-"""Which matrices are too narrow for 4 bits to be worth what they cost in accuracy."""
+"""Refuses matrices that are too narrow: 4 bits would save little and cost accuracy."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def need_wide(matrices: Iterable[Matrix], site: fx.Node, facts: Facts) -> None:
 
 
 def need_wide_weight(weight: fx.Node, matrix: Sized, site: fx.Node, facts: Facts) -> None:
-    """`need_wide` of one weight. What the model holds in 4 bits may be of any size."""
+    """`need_wide` for one weight. A weight that the model holds in 4 bits may have any size."""
     wide = facts.in_4_bits(weight) or min(matrix.n, matrix.k) >= SMALLEST_SIDE
     need(wide, Kind.NARROW, site, weight, matrix.n, matrix.k)

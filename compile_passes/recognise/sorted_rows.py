@@ -1,7 +1,7 @@
-"""A block whose products are of rows sorted by expert: where one operator is better than its two.
+"""Decides whether a block with rows sorted by expert becomes one operator instead of two products.
 
-Two `fp4::grouped_mm` are as good as two `fp4::indexed_mm`, and rows that others read must be there anyway. So
-such a block is one `fp4::moe`, or it stays two products.
+Two `fp4::grouped_mm` are as good as two `fp4::indexed_mm`. If something else reads the rows, they must be
+computed anyway. Such a block therefore becomes one `fp4::moe`, or it stays two products.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GATHERED = "weights gathered for each row (batched_mm)"
 
 
 def need_one_operator(m: Mixture, down: fx.Node) -> None:
-    """A Refusal unless `m`, which ends in the product `down`, is one operator that leaves nothing behind."""
+    """Refuse `m`, which ends in the product `down`, unless one operator can replace all of it."""
     act, root = m.common.act, m.root
     _need_only_users(down, root)
     need(set(m.tokens) <= free_axes(m.common.x), Kind.NOT_OVER_CHOICES, root)

@@ -1,4 +1,4 @@
-"""Experts of which no product is read as an expert's: why."""
+"""Explains why no product of something that looks like experts was read as an expert's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VIEWS = (
     aten.unsqueeze, aten.squeeze, aten.select, aten.reshape, aten.index, aten.index_select,
 )  # fmt: skip
 _STEPS_BETWEEN = 16
-"""How many nodes a norm and an activation may be."""
+"""The most nodes of a norm and an activation together."""
 
 
 class _Product(NamedTuple):
@@ -31,12 +31,13 @@ class _Product(NamedTuple):
 
 
 def unread_experts(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: int) -> Refusal | None:
-    """many: so many FFNs of one shape over the same rows, side by side, are experts."""
+    """Return a refusal for experts without a readable product. `many` FFNs of one shape side by side over the
+    same rows count as experts."""
     return _stacked_weights(graph, is_weight) or _steps_between(graph, is_weight, many)
 
 
 def unread_rows(graph: fx.Graph, reader: Reader, choices: int) -> Refusal:
-    """Return why products of so many choices of rows, of which none ends an expert, are not read."""
+    """Return why products of this many choices of rows are not read. None of them ends an expert."""
     products = {n: p for n in graph.nodes if (p := _product(n, reader.is_weight)) is not None and _rows_of(n)}
     fed = False
     for product in products.values():
@@ -62,7 +63,8 @@ def unread_rows(graph: fx.Graph, reader: Reader, choices: int) -> Refusal:
 
 
 def _rows_of(node: fx.Node) -> frozenset[object]:
-    """Which rows, chosen by a mask or `where`, a tensor of floating point has; none: it has all."""
+    """Return the sizes of rows, chosen by a mask or `where`, of a floating tensor. Empty if it has all
+    rows."""
     made = node.meta.get("val")
     first = made[0] if isinstance(made, (tuple, list)) and made else made
     floats = isinstance(first, torch.Tensor) and first.dtype.is_floating_point
@@ -70,7 +72,7 @@ def _rows_of(node: fx.Node) -> frozenset[object]:
 
 
 def between_products(step: fx.Node) -> Refusal:
-    """A step between an expert's products that makes it no expert."""
+    """Return the refusal for a step between an expert's products that is not allowed there."""
     kind = Kind.RANDOM_BETWEEN if is_random(step) else Kind.BETWEEN
     sums = is_op(step, aten.add, aten.sub, aten.mul, aten.div) and len(step.all_input_nodes) > 1
     return Refusal(Kind.SUM_BETWEEN if sums else kind, step, (step,))
@@ -83,7 +85,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _stacked_weights(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> Refusal | None:
-    """Products with a stack of matrices that the graph makes of parameters."""
+    """Return a refusal for products with a stack of matrices that the graph makes from parameters."""
     made = []
     for node in graph.nodes:
         for of in node.all_input_nodes if is_op(node, *PRODUCTS) else ():
@@ -100,7 +102,7 @@ def _stacked_weights(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> R
 
 
 def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: int) -> Refusal | None:
-    """FFNs that have more than an activation between their products: a norm, a PReLU."""
+    """Return a refusal for FFNs that have more than an activation between their products: a norm, a PReLU."""
     products = {n: p for n in graph.nodes if (p := _product(n, is_weight)) is not None}
     alike: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
     for down in products.values():

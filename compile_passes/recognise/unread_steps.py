@@ -1,4 +1,4 @@
-"""Tells what kind of step is not understood, which says what to write in its place."""
+"""Classifies a step that is not understood. The kind decides what the advice suggests instead."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _SELECTS = (aten.index, aten.index_select, aten.gather)
 
 
 def is_random(step: fx.Node) -> bool:
-    """Whether a step draws random numbers: dropout in training mode, a noise."""
+    """Return whether a step draws random numbers: dropout in training mode, a noise."""
     return is_op(step, *_RANDOM)
 
 
 def kind_of(step: fx.Node) -> Step:
-    """Return what a step that is not understood is."""
+    """Return the kind of a step that is not understood."""
     if is_random(step):
         return Step.RANDOM
     if is_op(step, *_ADDS) and _has_token_counts(step.graph):
@@ -40,12 +40,13 @@ def kind_of(step: fx.Node) -> Step:
 
 
 def kind_on_output(step: fx.Node) -> Step:
-    """`kind_of` a step on one expert's output, before all are added."""
+    """Return the kind of a step on one expert's output, before all are added."""
     return Step.RANDOM if is_random(step) else Step.ON_OUTPUT
 
 
 def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:
-    """A slice of the rows that name an expert: what is cut off depends on how many there are."""
+    """Return a refusal for a slice of the indices of an expert's rows: how many it drops depends on their
+    number."""
     for node in nodes:
         places = node
         while is_op(places, aten.slice, aten.select, aten.squeeze, aten.unbind) or item(places) is not None:
@@ -56,13 +57,13 @@ def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:
 
 
 def _has_token_counts(graph: fx.Graph) -> bool:
-    """Whether inputs have several numbers of rows, of which no one has said that they are one."""
+    """Return whether inputs have different symbolic numbers of rows that nothing declares to be equal."""
     inputs = (n for n in graph.find_nodes(op="placeholder") if is_tensor(n) and shape(n))
     return len({str(shape(n)[0]) for n in inputs if static_int(shape(n)[0]) is None}) > 1
 
 
 def _is_chosen_by_experts(index: fx.Node) -> bool:
-    """Whether these rows are, or are some of, the indices that `topk` chose."""
+    """Return whether these rows are all or some of the indices that `topk` chose."""
     while passes_order(index) or is_op(index, aten.select, aten.slice):
         index = operand(index)
     found = item(index)

@@ -1,11 +1,13 @@
-"""Weights that a graph decodes from 4-bit codes by tables or bit arithmetic: they become `fp4.dequantize`.
+"""Finds weights that a graph decodes from 4-bit codes by tables or bit arithmetic, and puts `fp4.dequantize`
+in their place.
 
-An element of such a weight is read in index notation, down to the bytes it comes from, as a product of
+An element of such a weight is read in index notation down to the bytes that it comes from, as a product of
 
     code(byte, k % 2) * scale(byte of the block) * anything that is the same for the whole matrix
 
-`code` and `scale` are evaluated for all 256 bytes and must be e2m1, and e4m3 in blocks of 16 or e8m0 in
-blocks of 32; where the bytes lie is proved by the axes. So it does not matter how a model writes it.
+`code` and `scale` are evaluated for all 256 bytes. Codes must be e2m1; scales must be e4m3 in blocks of 16 or
+e8m0 in blocks of 32. The axes prove the places of the bytes. How the model writes the decoding does not
+matter.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ fp4 = torch.ops.fp4
 
 BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 TABLE = 4096
-"""The most values that a table has."""
+"""The most values that a table may have."""
 Tables = Mapping[fx.Node, Tensor]
-"""The values of small constants: written in the model, or fixed inputs as they are now."""
+"""The values of small constants: written in the model, or current values of fixed inputs."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu")
 
 
@@ -100,7 +102,7 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 
 
 class Decoder(Reader):
-    """Reads integers too, and keeps every cast between them: only casts between floats are seen through."""
+    """Reads integers, too. It sees through casts between floats only, and keeps all other casts."""
 
     def __init__(self, graph: fx.Graph, constant: set[fx.Node], tables: Tables) -> None:
         super().__init__(graph, Canon(graph), lambda n: False)
@@ -117,7 +119,8 @@ class Decoder(Reader):
             raise Opaque
         if is_op(node, aten._to_copy):
             return self._cast(node, operand(node))
-        if is_op(node, aten.copy) and shape(node) == shape(operand(node, 1)):  # what was there is overwritten
+        # The old values are overwritten.
+        if is_op(node, aten.copy) and shape(node) == shape(operand(node, 1)):
             return self._cast(node, operand(node, 1))
         if is_op(node, aten.view) and isinstance(node.args[1], torch.dtype):
             return self._bits(node)
@@ -139,7 +142,8 @@ class Decoder(Reader):
         return None
 
     def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[Renamed, Renamed]:
-        """Nibbles of bytes and elements of blocks cut K differently: both are cut where either is."""
+        """Align axes. Nibbles of bytes and elements of blocks cut K differently, so both are cut wherever one
+        is."""
         try:
             return super().align(ours, theirs)
         except Opaque:
@@ -174,7 +178,7 @@ class Decoder(Reader):
         return Value(v.dims, Apply(aten._to_copy.default, (v.term,), (("dtype", dtype),)))
 
     def _every_other(self, node: fx.Node) -> Value:
-        """out[..., 0::2] = a; out[..., 1::2] = b."""
+        """Read out[..., 0::2] = a; out[..., 1::2] = b."""
         a = arguments(node)
         d, start, size = len(shape(node)) - 1, a["start"] or 0, shape(node)[-1]
         if (
@@ -221,7 +225,7 @@ class Decoder(Reader):
 
 
 def _replace(graph: fx.Graph, node: fx.Node, reader: Decoder, fake_mode: FakeTensorMode) -> fx.Node:
-    """`fp4.dequantize` with the operands that `node` is decoded from."""
+    """Insert `fp4.dequantize` with the operands from which `node` is decoded."""
     v = reader.value(node, 2)
     axes, tables = v.axes, reader.tables
     sizes = [a.size for a in axes]
@@ -272,7 +276,7 @@ def _replace(graph: fx.Graph, node: fx.Node, reader: Decoder, fake_mode: FakeTen
 def _others(
     term: Term, codes: Ref, scale: Ref, format: str, nibble: Axis, lead: list[Axis], tables: Tables
 ) -> list[Term]:
-    """The factors of a weight besides its codes and block scales, once these are proved."""
+    """Prove the codes and block scales of a weight and return its other factors."""
     of_codes, of_scale, others, numbers = [], [], [], []
     for f in _product_of(term):
         leaves = _leaves(f, tables)
@@ -301,7 +305,7 @@ def _others(
 
 
 def _suffixes(group: tuple[Axis, ...]) -> list[int]:
-    """The products of the sizes from each axis on, and 1."""
+    """Return the products of the sizes from each axis on, and 1."""
     return [_product([a.size for a in group[i:]]) for i in range(len(group) + 1)]
 
 
@@ -313,7 +317,7 @@ def _product(sizes: list[int]) -> int:
 
 
 def _product_of(term: Term) -> Iterator[Term]:
-    """Factors of a product of floats."""
+    """Yield the factors of a product of floats."""
     op = getattr(term.op, "overloadpacket", None) if isinstance(term, Apply) else None
     if op is aten.mul and isinstance(term, Apply):
         for a in term.args:
@@ -321,14 +325,14 @@ def _product_of(term: Term) -> Iterator[Term]:
     elif op in (aten.div, aten.ldexp) and isinstance(term, Apply) and not term.kwargs:
         a, b = (t if isinstance(t, Term) else Const(t) for t in term.args)
         yield from _product_of(a)
-        # torch's ldexp of a tensor without dimensions warns, and will be an error, where it grows.
+        # For a tensor without dimensions whose result is larger, torch's ldexp warns and will later raise.
         yield Apply(aten.div.Tensor, (Const(1.0), b)) if op is aten.div else Apply(aten.pow.Scalar, (2.0, b))
     else:
         yield term
 
 
 def _leaves(term: Term, tables: Tables) -> set[Ref]:
-    """Elements of inputs that a term is computed from; tables are none."""
+    """Return the elements of inputs that a term is computed from, without tables."""
     found: set[Ref] = set()
     todo: list[Term] = [term]
     while todo:
@@ -341,12 +345,12 @@ def _leaves(term: Term, tables: Tables) -> set[Ref]:
 
 
 def _is_held(ref: Ref) -> bool:
-    """Bytes of an input, in order; a table is indexed by what is computed."""
+    """Return whether these are bytes of an input in order. A table is indexed by computed values."""
     return ref.node.op == "placeholder" and value(ref.node).dtype in BYTES and _along(ref) is not None
 
 
 def _leaf(term: Term, axes: list[Axis], fits: Any, tables: Tables) -> Ref | None:
-    """The one input of bytes that lies, in row-major order, along exactly these axes."""
+    """Return the single input of bytes that lies along exactly these axes in row-major order."""
     found = [
         t for t in _leaves(term, tables) if _is_held(t) and fits(value(t.node).numel()) and _along(t) == axes
     ]
@@ -354,7 +358,7 @@ def _leaf(term: Term, axes: list[Axis], fits: Any, tables: Tables) -> Ref | None
 
 
 def _along(ref: Ref) -> list[Axis] | None:
-    """The axes that an input's elements are indexed by, if each is by one of its own."""
+    """Return the axes that index an input's elements, if each dimension has an axis of its own."""
     out: list[Axis] = []
     for i, size in zip(ref.index, shape(ref.node)):
         parts = i.parts if isinstance(i, Mix) else () if same(size, 1) else (i,)
@@ -400,7 +404,8 @@ def _evaluate(term: Any, given: dict[Term, Any], tables: Tables) -> Any:
     if any(((i < 0) | (i >= s)).any() for i, s in zip(index, values.shape)):
         raise Opaque
     found = values.cpu()[tuple(index)]
-    # Of as many dimensions as in the model, for tensors of none have their own rules of type promotion.
+    # Use as many dimensions as the model, because tensors without dimensions have other rules of type
+    # promotion.
     return found.expand(256) if index else found
 
 
@@ -409,7 +414,7 @@ def _takes_tensor(term: Apply) -> bool:
 
 
 def _all_bytes(factors: list[Term], leaf: Ref, given: dict[Term, Any], tables: Tables) -> Tensor:
-    """The product of `factors` for every byte that `leaf` may be."""
+    """Return the product of `factors` for every value of the byte `leaf`."""
     every = torch.arange(256, dtype=torch.uint8, device="cpu").view(value(leaf.node).dtype)
     out = torch.ones(256, dtype=torch.float64, device="cpu")
     with torch.inference_mode(False), torch.no_grad():
@@ -422,14 +427,15 @@ def _all_bytes(factors: list[Term], leaf: Ref, given: dict[Term, Any], tables: T
 
 
 def _is_e2m1(factors: list[Term], leaf: Ref, nibble: Axis, tables: Tables) -> bool:
-    """Whether the low nibble of each byte comes first, as e2m1."""
+    """Return whether the factors decode e2m1, with the low nibble of each byte first."""
     byte = torch.arange(256, device="cpu")
     each = [_all_bytes(factors, leaf, {nibble: i}, tables) for i in (0, 1)]
     return all(torch.equal(got, _E2M1[code].double()) for got, code in zip(each, (byte & 15, byte >> 4)))
 
 
 def _is_scale(factors: list[Term], leaf: Ref, format: str, tables: Tables) -> bool:
-    """NaN codes may mean anything; 2^-127, a subnormal, may be 0."""
+    """Return whether the factors decode block scales. NaN codes may mean anything; 2^-127, a subnormal, may
+    be 0."""
     got = _all_bytes(factors, leaf, {}, tables)
     want = torch.arange(256, dtype=torch.uint8, device="cpu").view(FORMATS[format].scale_dtype).double()
     number = ~want.isnan()
@@ -440,7 +446,7 @@ def _is_scale(factors: list[Term], leaf: Ref, format: str, tables: Tables) -> bo
 
 
 def _emit(term: Any, axes: list[Axis], lead: list[int], call: Any) -> Any:
-    """A term over the leading axes as a tensor of their shape, or of none."""
+    """Compute a term over the leading axes as a tensor of their shape, or without dimensions."""
     if not isinstance(term, Term):
         return term
     if isinstance(term, Const):
