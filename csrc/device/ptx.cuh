@@ -207,6 +207,27 @@ __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value
 // The same of a value alone.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
+// ---- a thread's own copies, which each family starts in its own way ----
+
+__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most `Pending` of this thread's committed groups are in flight.
+template <int Pending>
+__device__ __forceinline__ void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// ---- fragments ----
+
+// Loads four matrices of 8 rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8. It gets,
+// from each matrix, the 4 bytes number i % 4 of row i / 4.
+__device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(smem)
+               : "memory");
+}
+
 // ---- mma.sync: D[16, 8] += A[16, 16] B[16, 8], to float32 ----
 
 template <Element kElement>

@@ -37,25 +37,6 @@ __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from, b
       : "memory");
 }
 
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most `Pending` of this thread's committed groups are in flight.
-template <int Pending>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
-// ---- fragments ----
-
-// Loads four matrices of 8 rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8. It gets,
-// from each matrix, the 4 bytes number i % 4 of row i / 4.
-__device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(smem)
-               : "memory");
-}
-
 // ---- mma.sync: D[16, 8] += A[16, 32] B[32, 8], int8 operands, int32 sums ----
 
 __device__ __forceinline__ void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -88,24 +88,6 @@ __device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool th
 __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(from) : "memory");
 }
-__device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most `Pending` of this thread's committed groups are in flight.
-template <int Pending>
-__device__ __forceinline__ void copy_wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
-// ---- fragments ----
-
-// Loads four matrices of 8 rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8. It gets,
-// from each matrix, the 4 bytes number i % 4 of row i / 4.
-__device__ __forceinline__ void load_matrices(uint32_t smem, uint32_t (&m)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-               : "r"(smem)
-               : "memory");
-}
 
 // ---- bulk tensor copies ----
 

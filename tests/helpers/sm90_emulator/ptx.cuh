@@ -75,6 +75,18 @@ inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b
 inline void pin(float&) {}
 inline void pin(uint32_t&) {}
 
+// ---- a thread's own copies ----
+
+inline void copy_commit() { emulator::copy_commit(); }
+template <int Pending>
+void copy_wait() {
+  emulator::copy_wait(Pending);
+}
+
+// ---- fragments ----
+
+inline void load_matrices(uint32_t smem, uint32_t (&m)[4]) { emulator::load_matrices(smem, m); }
+
 // ---- tensor cores ----
 
 constexpr emulator::Type type_of(Element element) {

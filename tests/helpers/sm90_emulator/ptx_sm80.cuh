@@ -14,13 +14,6 @@ inline void copy_4(uint32_t smem, const void* from, bool wanted, bool there) {
 inline void copy_16_ahead(uint32_t smem, const void* from, bool wanted) {
   if (wanted) emulator::copy(smem, from, 16);
 }
-inline void copy_commit() { emulator::copy_commit(); }
-template <int Pending>
-void copy_wait() {
-  emulator::copy_wait(Pending);
-}
-
-inline void load_matrices(uint32_t smem, uint32_t (&m)[4]) { emulator::load_matrices(smem, m); }
 
 inline void mma_int8(int (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   emulator::mma_int8(d, a, b0, b1);

@@ -34,15 +34,6 @@ inline void copy_16(uint32_t smem, const void* from, bool there) {
   emulator::copy(smem, from, there ? 16 : 0);
 }
 inline void copy_16_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 16); }
-inline void copy_commit() { emulator::copy_commit(); }
-template <int Pending>
-void copy_wait() {
-  emulator::copy_wait(Pending);
-}
-
-// ---- fragments ----
-
-inline void load_matrices(uint32_t smem, uint32_t (&m)[4]) { emulator::load_matrices(smem, m); }
 
 // ---- bulk tensor copies ----
 
