@@ -62,16 +62,16 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    return re.sub(r"^L__self___?", "", _plain_path(list(stack.values())[-1][0]))
+    return re.sub(r"^L__self___?", "", plain_path(list(stack.values())[-1][0]))
 
 
 def input_name(placeholder: fx.Node) -> str:
     """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
-    name = _plain_path(source_name(getattr(placeholder, "_dynamo_source", None)))
+    name = plain_path(source_name(getattr(placeholder, "_dynamo_source", None)))
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name
 
 
-def _plain_path(path: str) -> str:
+def plain_path(path: str) -> str:
     """Dynamo's path as a person writes it, from the module that was compiled."""
     path = re.sub(r"\.__dict__\['_(modules|parameters|buffers)'\]", r"._\1", path)
     path = re.sub(r"\._(?:modules|parameters|buffers)\['([^']+)'\]", r".\1", path)

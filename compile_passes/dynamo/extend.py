@@ -22,6 +22,7 @@ from . import (
     known_values,
     left_frames,
     left_out,
+    nested,
     open_counts,
     row_counts,
     row_lists,
@@ -121,6 +122,10 @@ class Need(Enum):
         "nothing tells a backend that a call ended in which it saw no graph with the experts",
         "a hook of backends at the end of each call of what was compiled",
     )
+    NESTED = (
+        "it drops the backend of a compiled module that another compiled module calls, without a word",
+        "a hook of the backend that is dropped, or a warning",
+    )
 
 
 class Patch(NamedTuple):
@@ -163,6 +168,8 @@ PATCHES = (
     Patch("TorchInGraphFunctionVariable", ("call_function",), class_counts.one_hot, Need.CLASSES),
     Patch("OutputGraph", ("create_proxy",), fake_results.without_cache, Need.FAKE_CACHE),
     Patch("OptimizeContext", ("__call__",), left_out.watch_calls, Need.CALLS),
+    Patch("OptimizeContext", ("__call__",), nested.note_compiled, Need.NESTED),
+    Patch("OutputGraph", ("call_user_compiler",), nested.another_backend, Need.NESTED),
     Patch(_FRAMES, ("compile_frame",), left_frames.guarded, Need.LEFT_FOR_GOOD),
     Patch(_FRAMES, ("trace_frame",), left_frames.traced, Need.LEFT_FOR_GOOD),
     Patch(_FRAMES, ("trace_frame",), captures, Need.CAPTURE),
@@ -176,7 +183,7 @@ _Way = Callable[[Rule, Callable[..., Any]], Callable[..., Any]]
 
 def _way(owner: str, need: Need) -> _Way:
     """Return how rules of this owner's parts run: around tracing, or while our graphs are traced."""
-    if owner in _AROUND:
+    if need in _AROUND:
         return around
     output_of = _OUTPUT_OF.get(owner, lambda v, tx: tx.output)
     return functools.partial(while_tracing, output_of=output_of, always=need is Need.BREAKS)
@@ -186,13 +193,15 @@ _OUTPUT_OF: dict[str, Callable[..., Any]] = {
     _OPCODE: lambda tx, inst: tx.output,
     "OutputGraph": lambda output, *_: output,
 }
-_AROUND = ("OptimizeContext", _FRAMES, "DynamoOutput")
-"""Parts that run before or after tracing."""
+_AROUND = (Need.CALLS, Need.LEFT_FOR_GOOD, Need.CAPTURE, Need.NESTED)
+"""Needs of rules that run before or after tracing."""
 
 
 def extend_dynamo() -> None:
     """Apply PATCHES, for the whole process. They act only on graphs of backends with `sees_through_branches`;
-    for all others Dynamo and its settings are as they were."""
+    for all others Dynamo and its settings are as they were.
+
+    The graphs of others are looked at, and not changed, for the warning of nested.py."""
     for owner, names, rule, need in PATCHES:
         way = _way(owner, need)
         for name in names:

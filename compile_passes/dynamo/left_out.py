@@ -248,6 +248,13 @@ def note_left(given: Iterable[Any], error: BaseException) -> None:
             log.warning("%s", _told(found, [why], 0))
 
 
+def note_other(inputs: Sequence[Any], backend: str) -> None:
+    """Note that a graph with these inputs is compiled with another backend within a watched call."""
+    for call in _stack():
+        call.inputs |= {id(x) for x in inputs if isinstance(x, nn.Parameter)}
+        call.left.append(f'a module in it is compiled with backend="{backend}"')
+
+
 def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: int, when: str = "") -> str:
     names = [f"{name} ({len(weights)} parameters of {weights[0].dtype})" for name, weights in left.items()]
     shown = ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
@@ -298,7 +305,7 @@ def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(self: Any, fn: Any) -> Any:
         compiled = method(self, fn)
-        backend, options = _backend_of(self)
+        backend, options = backend_of(self.callback)
         model = _model_of(fn)
         hooks = getattr(self, "enter_exit_hooks", None)
         ours = getattr(backend, "sees_through_branches", False) and getattr(backend, "watched", True)
@@ -309,14 +316,14 @@ def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _backend_of(context: Any) -> tuple[Any, dict[str, Any]]:
-    """Whose backend, and its options."""
-    _, *inner = within(context.callback)
+def backend_of(callback: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the backend itself, and its options, from Dynamo's callback or its wrapper of a backend."""
+    _, *inner = within(callback)
     given = [options for b in inner if (options := getattr(b, "kwargs", {}).get("options"))]
-    return [context.callback, *inner][-1], dict(given[-1]) if given else {}
+    return [callback, *inner][-1], dict(given[-1]) if given else {}
 
 
-_WHOLE = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+WHOLE = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 def _model_of(fn: Any) -> nn.Module | None:
@@ -324,4 +331,4 @@ def _model_of(fn: Any) -> nn.Module | None:
     if isinstance(fn, nn.Module):
         return None  # wrapped once more, by its method
     owner = getattr(fn, "__self__", None)
-    return owner if isinstance(owner, nn.Module) and getattr(fn, "__name__", "") in _WHOLE else None
+    return owner if isinstance(owner, nn.Module) and getattr(fn, "__name__", "") in WHOLE else None

@@ -1,0 +1,169 @@
+"""Modules compiled with this backend that run in a graph of another: said once.
+
+Where a compiled module calls another, Dynamo makes one graph of both and calls the outer backend alone. So
+the inner module runs in its own weights. The graph tells: Dynamo's source of a weight names each module on
+the way to it, and its guards name each compiled function that it looked into. A warning names those that this
+backend compiled; with "strict" it is an error.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from ..naming import plain_path, source_name
+from . import left_out
+from .api import BackendCompilerFailed
+from .session import is_ours, within
+
+log = logging.getLogger("fp4_ops")
+
+_CHANGE = (
+    '  change: compile the whole with backend="fp4", which gives Inductor everything else; or call '
+    "fp4_ops.prepare(model), whose packed weights need no backend"
+)
+_INLINED = "_torchdynamo_inline"
+_OUTSIDE = ("attention", "dense", "head", "linear")
+"""Options that choose weights outside the experts."""
+
+_compiled: weakref.WeakKeyDictionary[Callable[..., Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
+"""Functions that torch.compile returned for this backend, with their options."""
+_told_of: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Modules and functions of which it was said that they run in their own weights."""
+
+
+class _Inner(NamedTuple):
+    """A module or a function that was compiled with this backend."""
+
+    path: str
+    thing: Any
+    options: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        is_module = isinstance(self.thing, nn.Module)
+        return f"{self.path} ({type(self.thing).__name__})" if is_module else self.thing.__qualname__
+
+
+def note_compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For OptimizeContext.__call__, which wraps what is compiled."""
+
+    def call(self: Any, fn: Any) -> Any:
+        compiled = method(self, fn)
+        if is_ours(self.callback):
+            if not isinstance(compiled, nn.Module):
+                _, _compiled[compiled] = left_out.backend_of(self.callback)
+            return compiled
+        before = vars(fn).get("forward") if isinstance(fn, nn.Module) else fn
+        if hasattr(before, _INLINED) and before in _compiled and before not in _told_of:
+            _told_of.add(before)
+            log.warning(
+                'backend="fp4" has no effect on %s, because it is compiled once more, with '
+                'backend="%s", and torch.compile keeps the last.',
+                type(getattr(fn, "_orig_mod", fn)).__name__ if isinstance(fn, nn.Module) else fn.__qualname__,
+                _name(self.callback),
+            )
+        return compiled
+
+    return call
+
+
+def another_backend(method: Callable[..., Any]) -> Callable[..., Any]:
+    """For OutputGraph.call_user_compiler, which hands a graph to its backend."""
+
+    def call_user_compiler(self: Any, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any) -> Any:
+        asks = torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in inputs
+        )
+        if _compiled and not (is_ours(self.compiler_fn) or self.export or asks):
+            left_out.note_other(inputs, _name(self.compiler_fn))
+            _tell(self, gm)
+        return method(self, gm, inputs, *args)
+
+    return call_user_compiler
+
+
+def _name(backend: Any) -> str:
+    """Return the name of a backend as the user gave it."""
+    names = [getattr(b, "compiler_name", None) for b in within(backend)]
+    return str(next(filter(None, names), getattr(backend, "__name__", "another")))
+
+
+def _tell(output: Any, gm: fx.GraphModule) -> None:
+    """Warn of what in this graph asks for 4 bits, or raise if some of it is "strict"."""
+    found = [inner for inner in _inner(output, gm) if _would_change(inner)]
+    new = [inner for inner in found if inner.thing not in _told_of]
+    strict = any(inner.options.get("strict") is True for inner in found)
+    if not new and not strict:
+        return
+    names = [str(inner) for inner in new or found]
+    shown = ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
+    text = (
+        f'backend="fp4" has no effect on {shown}: what calls it is compiled with '
+        f'backend="{_name(output.compiler_fn)}", and Dynamo makes one graph of both. So its experts run in '
+        f"their own weights.\n{_CHANGE}"
+    )
+    if strict:
+        error = RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
+        raise BackendCompilerFailed(output.compiler_fn, error, None) from error
+    _told_of.update(inner.thing for inner in new)
+    log.warning("%s", text)
+
+
+def _inner(output: Any, gm: fx.GraphModule) -> Iterator[_Inner]:
+    scope = {"L": output.local_scope, "G": output.global_scope}
+    own = _called_module(output.root_tx.f_code)
+    seen: set[Any] = set()
+    for path in (*_holders(gm), *_looked_into(output)):
+        try:
+            value = None if path == own else eval(path, scope)
+        except Exception:  # not all of Dynamo's names can be evaluated outside its guards
+            continue
+        function = _by_this_backend(value)
+        if function is not None and function not in seen:
+            seen.add(function)
+            value = getattr(value, "_orig_mod", value)
+            yield _Inner(plain_path(path), value, _compiled[function])
+
+
+def _called_module(code: Any) -> str:
+    """Dynamo's name of the module that a frame is a call of: nothing in the frame calls it."""
+    return f"L['{code.co_varnames[0]}']" if code.co_name in left_out.WHOLE and code.co_varnames else ""
+
+
+def _holders(gm: fx.GraphModule) -> list[str]:
+    """Dynamo's names of everything that holds an input of the graph, each once."""
+    found: dict[Any, str] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        while source is not None and source not in found:
+            found[source] = source_name(source)
+            source = getattr(source, "base", None)
+    return list(dict.fromkeys(found.values()))
+
+
+def _looked_into(output: Any) -> list[str]:
+    """Dynamo's names of compiled functions that are part of the graph."""
+    sources = (guard.originating_source for guard in output.guards)
+    return sorted({source_name(s.base) for s in sources if getattr(s, "member", "") == _INLINED})
+
+
+def _by_this_backend(value: Any) -> Callable[..., Any] | None:
+    """The compiled function that runs if a module or a function is called."""
+    ways = (value._compiled_call_impl, value.forward) if isinstance(value, nn.Module) else (value,)
+    functions = (getattr(way, "__func__", way) for way in ways if hasattr(way, _INLINED))
+    return next((f for f in functions if f in _compiled), None)
+
+
+def _would_change(inner: _Inner) -> bool:
+    """Whether a module may have something for 4 bits: a dense one runs as it would with this backend."""
+    if not isinstance(inner.thing, nn.Module):
+        return True
+    if any(inner.options.get(kind) not in (None, False, "keep") for kind in _OUTSIDE):
+        return True
+    stacked = any(p.dim() == 3 and p.is_floating_point() for p in inner.thing.parameters())
+    return stacked or left_out.has_experts(inner.thing)
