@@ -1,4 +1,5 @@
-"""Arithmetic in terms: pointwise operators, products, sums, and results put together of parts."""
+"""Reads arithmetic into terms: pointwise operators, products, sums, and results that are put together of
+parts."""
 
 from __future__ import annotations
 
@@ -86,7 +87,7 @@ class Arithmetic(Conditions):
         return Value(dims, Apply(node.target, args, kwargs, self.ref(node, dims)))
 
     def _glu(self, node: fx.Node, level: int) -> Value:
-        """The first half times the sigmoid of the second."""
+        """Read GLU: the first half times the sigmoid of the second."""
         a = arguments(node)
         v, d = self.value(a["self"], level), dimension(a["dim"], len(shape(node)))
         size = static_int(shape(node)[d])
@@ -120,7 +121,7 @@ class Arithmetic(Conditions):
         return Value(dims, self._of_slices(args, node, dims) or self._total(args, node, dims))
 
     def _of_slices(self, terms: list[Term], node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Term | None:
-        """Sums over two slices of a dimension, one after the other, as one sum."""
+        """Join sums over two consecutive slices of a dimension into one sum."""
         for i, j in ((0, 1), (1, 0)):
             a, b = terms[i], terms[j]
             if not (isinstance(a, Sum) and isinstance(b, Sum) and len(a.axes) == len(b.axes) == 1):
@@ -137,7 +138,7 @@ class Arithmetic(Conditions):
         return args[0] if len(args) == 1 else Add(args, self.ref(node, dims))
 
     def _addcmul(self, node: fx.Node, level: int) -> Value:
-        """input + tensor1 * tensor2."""
+        """Read addcmul: input + tensor1 * tensor2."""
         if level == 0 or arguments(node)["value"] != 1 or value(node).dtype not in FLOATING:
             raise Opaque
         values = self._operands(node, level, addends=1)
@@ -181,7 +182,7 @@ class Arithmetic(Conditions):
 
     @staticmethod
     def _fresh(v: Value, axes: list[Axis]) -> tuple[Value, tuple[Axis, ...]]:
-        """Axes that are summed over get names of their own."""
+        """Give the axes that are summed over names of their own."""
         new = {a: Axis(a.size) for a in axes}
         return Value(tuple(tuple(new.get(a, a) for a in g) for g in v.dims), substitute(v.term, new)), tuple(
             new.values()
@@ -221,7 +222,7 @@ class Arithmetic(Conditions):
         return Value(dims, term)
 
     def _factors(self, a: fx.Node, b: fx.Node, level: int) -> tuple[Value, Value]:
-        """Operands of a product; one with a weight lowers the level of what it multiplies."""
+        """Read the operands of a product. If one is a weight, the other is read at a lower level."""
         left, right = self.value(a, 0), self.value(b, 0)
         if self._is_weight(right.term):
             return self.value(a, level - 1), right
@@ -235,7 +236,7 @@ class Arithmetic(Conditions):
         return isinstance(term, Ref) and self.is_weight(term.node)
 
     def _grouped_mm(self, node: fx.Node, level: int) -> Value:
-        """Rows sorted by expert: each meets the weight of its own id."""
+        """Read a product of rows sorted by expert: each row is multiplied by the weight of its id."""
         a, weight = operand(node), operand(node, 1)
         offs = node.args[2] if len(node.args) > 2 else node.kwargs["offs"]
         if level == 0 or len(shape(a)) != 2 or len(shape(weight)) != 3 or not is_tensor(offs):
@@ -262,7 +263,7 @@ class Arithmetic(Conditions):
     def _stack(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         parts, rank = a["tensors"], len(shape(node))
-        if is_op(node, aten.cat):  # that takes [0] for nothing, whatever the rank of the others
+        if is_op(node, aten.cat):  # cat ignores a tensor of shape [0], whatever the rank of the others
             parts = [n for n in parts if len(shape(n)) == rank or not same(shape(n)[0], 0)]
             if len(parts) == 1 and value(parts[0]).dtype == value(node).dtype:
                 return self.value(parts[0], level)
@@ -279,7 +280,7 @@ class Arithmetic(Conditions):
             elif level == 2 and all(v.dims[d] and _as_long(v.dims[d], values[0].dims[d]) for v in values):
                 return self._joined_parts(node, values, d)
             elif any(v.dims[d] for v in values):
-                raise Opaque  # joined along a dimension in which they are of several sizes
+                raise Opaque  # they have several sizes in the dimension in which they are joined
             else:
                 values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
         if level == 1 and rows is None:
@@ -299,7 +300,7 @@ class Arithmetic(Conditions):
         return Value(dims, Choose(axis, terms, self.ref(node, dims)))
 
     def _whole_again(self, node: fx.Node, values: list[Value], d: int) -> Value | None:
-        """Slices that are joined in the order in which they were cut: products with slices of one weight."""
+        """Join slices in the order in which they were cut, such as products with slices of one weight."""
         if not all(len(v.dims[d]) == 1 for v in values):
             return None
         first, terms = values[0], [values[0].term]
@@ -325,7 +326,7 @@ class Arithmetic(Conditions):
         return self.value(new, level)
 
     def _select_scatter(self, node: fx.Node, level: int) -> Value:
-        """A tensor with one of its parts replaced: of each number along the dimension, a part of its own."""
+        """Read a tensor with one part replaced. Each index along the dimension becomes a part of its own."""
         a = arguments(node)
         base, part = self.addend(node, a["self"], level), self.value(a["src"], level)
         d = a["dim"] % len(base.dims)
@@ -341,7 +342,7 @@ class Arithmetic(Conditions):
         return Value(base.dims, Choose(axis, parts, self.ref(node, base.dims)))
 
     def _joined_parts(self, node: fx.Node, values: list[Value], d: int) -> Value:
-        """Parts of one size, one below the other: part i has the rows from i times that size on."""
+        """Read parts of one size, one below the other: part i has the rows from i times that size on."""
         first, terms = values[0], [values[0].term]
         for v in values[1:]:
             head, v = self.together(first, v, [(i, i) for i in range(len(first.dims))])
@@ -354,7 +355,7 @@ class Arithmetic(Conditions):
 
 
 def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
-    """Whether two dimensions are of one size; rows that were selected have none."""
+    """Return whether two dimensions have the same size. Rows that were selected have none."""
     sizes = []
     for group in (ours, theirs):
         if any(isinstance(a, ChosenRows) for a in group):
@@ -367,6 +368,6 @@ def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
 
 
 def _scales_rows(a: fx.Node, b: fx.Node) -> bool:
-    """One number for each row of the other."""
+    """Return whether one operand is a single number for each row of the other."""
     sizes = shape(a), shape(b)
     return len(sizes[0]) == len(sizes[1]) > 0 and any(same(s[-1], 1) for s in sizes)

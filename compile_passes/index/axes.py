@@ -17,20 +17,21 @@ from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate
 log = logging.getLogger("fp4_ops")
 
 Renamed = dict[Axis, Any]
-"""Replacements of axes: other axes, or several of the same total size."""
+"""Replacements of axes: other axes, or several axes of the same total size."""
 
 
 class Opaque(Exception):
-    """This node has no term but itself."""
+    """The node can only be read as itself."""
 
 
 MOST_NESTED = 16
-"""How many reads may be inside one another. Each takes four to six Python frames, and the caller and Dynamo
-may have used most of the thousand that Python allows."""
+"""How many reads may be nested. Each takes four to six Python frames, and the caller and Dynamo may have
+used most of the thousand that Python allows."""
 
 
 PRODUCTS_OF_A_BLOCK = 2
-"""An expert is up and down: what lies so many products before its output is what the block reads."""
+"""An expert has two products, up and down. A node this many products before its output is what the block
+reads."""
 
 
 class _ReadFirst(Exception):
@@ -42,13 +43,13 @@ class _ReadFirst(Exception):
 
 
 def same(a: Any, b: Any) -> bool:
-    if isinstance(a, int) and isinstance(b, int):  # mostly; a SymInt is no int
+    if isinstance(a, int) and isinstance(b, int):  # the usual case; a SymInt is not an int
         return a == b
     return statically_known_true(a == b)
 
 
 def dimension(d: int, rank: int) -> int:
-    """Dimension d, which may count from the end; a tensor without dimensions has none."""
+    """Return dimension d as a non-negative number. A tensor without dimensions has none."""
     if not -rank <= d < rank:
         raise Opaque
     return d % rank
@@ -64,19 +65,20 @@ class Values:
         self._splits: dict[tuple[Axis, str], tuple[Axis, ...]] = {}
         self._rows: dict[Any, ChosenRows] = {}
         self._any_of: dict[tuple[int, Value], Value] = {}
-        """Masks that were reduced: equal ones choose the same rows, and so must have the same axes."""
+        """Masks that were reduced. Equal masks choose the same rows, so they must have the same axes."""
         self._cuts: dict[Axis, Term] = {}
         self._scalars: dict[int, fx.Node] = {}
         self.refusals: dict[fx.Node, Refusal] = {}
-        """Why nodes could not be read, where the reason is in the user's words."""
+        """Reasons why nodes could not be read, if they can be told to the user."""
         self._sorted_from: dict[ChosenRows, Term] = {}
-        """Place of each sorted row before the sort, over `bound` as it was before any cut."""
+        """The place of each sorted row before the sort, over `bound` before any cut."""
         self.continued: set[fx.Node] = set()
-        """Products over a slice that are added to those over the slices before: together they are one."""
+        """Products over a slice that are added to those over the slices before it. Together they are one
+        product."""
         self._parts: dict[ChosenRows, list[ChosenRows]] = {}
         """Parts of sorted rows, one for each expert. Together they are all rows."""
         self._nested = 0
-        """How many reads are under way, one inside the other."""
+        """The number of nested reads."""
 
     def _read(self, node: fx.Node, level: int) -> Value:
         raise NotImplementedError
@@ -84,10 +86,10 @@ class Values:
     # --- values ---
 
     def value(self, node: fx.Node, level: int) -> Value:
-        """Read `node`, and before it what it is made of.
+        """Read `node`, after the nodes that it is computed from.
 
-        A sum over 1024 experts is a chain of as many nodes. So the stack does not grow with the graph: where
-        reads nest too deeply, the innermost one is done first, by itself, and the outer ones begin again.
+        A sum over 1024 experts is a chain of 1024 nodes, and the stack must not grow with the graph. If reads
+        nest too deeply, the innermost one is done first, by itself, and the outer ones start again.
         """
         found = self._values.get((node, level))
         if found is not None:
@@ -107,10 +109,10 @@ class Values:
         return found
 
     def addend(self, node: fx.Node, operand: fx.Node, level: int) -> Value:
-        """Read what `node` adds something to, or writes rows to.
+        """Read the tensor to which `node` adds something or writes rows.
 
-        If that is what the block reads, as in a residual connection, only its rows are read (level 0). Else
-        the term of a layer would hold those of all layers before it.
+        If the tensor is what the block reads, as in a residual connection, only its rows are read (level 0).
+        Otherwise the term of a layer would contain those of all layers before it.
         """
         before = self._products_before
         is_read = before[node] - before[operand] >= PRODUCTS_OF_A_BLOCK
@@ -118,7 +120,8 @@ class Values:
 
     @cached_property
     def _products_before(self) -> dict[fx.Node, int]:
-        """How many products lie on the longest way from the graph's inputs to a node, itself included."""
+        """Count, for each node, the products on the longest path from the graph's inputs to it, itself
+        included."""
         found: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             own = is_op(node, *PRODUCTS) or is_grouped_mm(node)
@@ -136,7 +139,7 @@ class Values:
             found = self.opaque(node)
         except (_ReadFirst, RecursionError):
             raise
-        except Exception:  # a fault of ours is no reason to lose the rest of the graph
+        except Exception:  # an error of ours must not lose the rest of the graph
             log.warning("fp4: reading %s (%s) failed; please report it", node, node.target, exc_info=True)
             found = self.opaque(node)
         finally:
@@ -145,7 +148,7 @@ class Values:
         return found
 
     def opaque(self, node: fx.Node) -> Value:
-        """The node as a root with axes of its own; equal nodes have the same ones."""
+        """Return the node as an opaque root with axes of its own. Equal nodes have the same axes."""
         number = self.canon.number(node)
         if number not in self._own:
             axes = [None if same(s, 1) else Axis(s, f"{node.name}.{d}") for d, s in enumerate(shape(node))]
@@ -154,7 +157,7 @@ class Values:
         return self._own[number]
 
     def cut(self, node: fx.Node) -> None:
-        """Nothing is read through `node` any more: it is a block of its own."""
+        """Read nothing through `node` any more: it is a block of its own."""
         for level in range(3):
             self._values[node, level] = self.opaque(node)
 
@@ -166,7 +169,7 @@ class Values:
     # --- axes ---
 
     def split(self, axis: Axis, sizes: tuple[Any, ...]) -> tuple[Axis, ...]:
-        """The parts that an axis has in a view; all views that cut it alike share them."""
+        """Return the parts into which a view splits an axis. All views that split it alike share them."""
         if isinstance(axis, ChosenRows):
             raise Opaque
         key = (axis, str(sizes))
@@ -175,8 +178,8 @@ class Values:
         return self._splits[key]
 
     def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[Renamed, Renamed]:
-        """Renamings that make two groups of one total size the same axes; theirs take our names (ours
-        theirs, where only they know the size)."""
+        """Return renamings that give two groups of equal total size the same axes. Theirs take our names,
+        or ours take theirs if only they know the size."""
         a, b = list(ours), list(theirs)
         rename_a: dict[Axis, Any] = {}
         rename_b: dict[Axis, Any] = {}
@@ -193,7 +196,7 @@ class Values:
                     rename_b[y] = x
                 continue
             parts = prefix(y.size, [x, *a])
-            if parts is not None:  # our next few axes make up theirs
+            if parts is not None:  # our next few axes together are theirs
                 rename_b[y] = tuple(parts)
                 del a[: len(parts) - 1]
                 continue
@@ -209,7 +212,7 @@ class Values:
         return rename_a, rename_b
 
     def together(self, a: Value, b: Value, pairs: list[tuple[int, int]]) -> tuple[Value, Value]:
-        """Two values whose dimensions `pairs` run together, with the same axes there and no others shared."""
+        """Give two values the same axes in the dimensions `pairs`, and share no other axes."""
         b = self._apart(a, b, pairs)
         for i, j in pairs:
             if a.dims[i] and b.dims[j]:
@@ -219,7 +222,7 @@ class Values:
 
     @staticmethod
     def _apart(a: Value, b: Value, pairs: list[tuple[int, int]]) -> Value:
-        """`b` with axes of its own, unless it shares with `a` only those that will be one anyway."""
+        """Return `b` with axes of its own, unless it shares with `a` only axes that will be equal anyway."""
         shared = set(a.axes) & set(b.axes)
         for i, j in pairs:
             if a.dims[i] == b.dims[j]:
@@ -227,7 +230,8 @@ class Values:
         return b.rename({x: Axis(x.size) for x in shared if not isinstance(x, ChosenRows)})
 
     def broadcast(self, values: list[Value]) -> list[Value]:
-        """Operands of a pointwise operator: same number of dimensions, same axes."""
+        """Broadcast the operands of a pointwise operator to the same number of dimensions and the same
+        axes."""
         rank = max(len(v.dims) for v in values)
         values = [Value(((),) * (rank - len(v.dims)) + v.dims, v.term) for v in values]
         pairs = [(d, d) for d in range(rank)]
@@ -239,14 +243,15 @@ class Values:
         return values
 
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Ref | None:
-        """An element of `node` itself; none where rows were selected, which no other place can index."""
+        """Return an element of `node` itself. None if rows were selected, because no other place can index
+        them."""
         if any(isinstance(a, ChosenRows) for group in dims for a in group):
             return None
         return Ref(node, [coordinate(g) for g in dims])
 
 
 def prefix(size: Any, axes: list[Axis]) -> list[Axis] | None:
-    """The first axes whose sizes multiply to `size`."""
+    """Return the first axes whose sizes multiply to `size`."""
     total: Any = 1
     for i, axis in enumerate(axes):
         total = total * axis.size

@@ -1,4 +1,4 @@
-"""Conditions in terms: comparisons, masks, and what they leave of a tensor."""
+"""Reads conditions into terms: comparisons, masks, and what masks leave of a tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Conditions(Indexing):
         return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
 
     def _number(self, x: Any) -> Term:
-        """A number of the call, or one that the graph computes: an element of its node, without an index."""
+        """Read a number: a constant, or a number that the graph computes, as an element of its node
+        without an index."""
         if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), (torch.SymFloat, torch.SymInt)):
             return Ref(self._scalars.setdefault(self.canon.number(x), x), ())
         if not isinstance(x, (int, float)):
@@ -29,7 +30,7 @@ class Conditions(Indexing):
         return Const(x)
 
     def _compare(self, node: fx.Node, level: int) -> Value:
-        """Comparisons of ids with experts, or of routing weights with zero: indicators, 0 or 1."""
+        """Read comparisons of ids with experts, or of routing weights with zero, as indicators: 0 or 1."""
         a, b = operand(node), node.args[1]
         if is_tensor(b):
             values = self.broadcast([self._compared(a), self._compared(b)])
@@ -51,7 +52,7 @@ class Conditions(Indexing):
         return self.opaque(node) if isinstance(v.term, Composite) else v
 
     def _and(self, node: fx.Node, level: int) -> Value:
-        """Both of two conditions."""
+        """Read the conjunction of two conditions."""
         if value(node).dtype != torch.bool or not all(is_tensor(n) for n in node.args[:2]):
             raise Opaque
         a, b = self.broadcast([self.value(operand(node, i), 0) for i in (0, 1)])
@@ -66,14 +67,14 @@ class Conditions(Indexing):
         return Value(v.dims, opposite(v.term))
 
     def _eye(self, node: fx.Node, level: int) -> Value:
-        """Row i is 1 in column i."""
+        """Read an identity matrix: row i is 1 in column i."""
         own = self.opaque(node)
         if len(own.axes) != 2:
             raise Opaque
         return Value(own.dims, Apply(aten.eq, own.axes))
 
     def _where(self, node: fx.Node, level: int) -> Value:
-        """where(mask, a, 0) and where(mask, 0, a): a times an indicator."""
+        """Read where(mask, a, 0) and where(mask, 0, a): a times an indicator."""
         mask, a, other = node.args
         if not is_tensor(mask):
             raise Opaque
@@ -85,7 +86,7 @@ class Conditions(Indexing):
         return self._added_where(node, self.value(mask, 0), *(self.addend(node, n, 2) for n in (a, other)))
 
     def _added_where(self, node: fx.Node, mask: Value, a: Value, b: Value) -> Value:
-        """where(mask, x + y, x) and where(mask, x, x + y): x, plus y times an indicator."""
+        """Read where(mask, x + y, x) and where(mask, x, x + y): x, plus y times an indicator."""
         mask, a, b = values = self.broadcast([mask, a, b])
         dims, more, less = self._joined(values), flatten(a.term, Add), flatten(b.term, Add)
         wanted = len(more) > len(less)
@@ -99,7 +100,7 @@ class Conditions(Indexing):
         return Value(dims, Add([*less, *(Mul(by, t) for t in added)], self.ref(node, dims)))
 
     def _masked_fill(self, node: fx.Node, level: int) -> Value:
-        """masked_fill(a, mask, 0): a times the opposite."""
+        """Read masked_fill(a, mask, 0): a times the opposite of the mask."""
         a = arguments(node)
         try:
             return self._no_sentinels(node, level)
@@ -112,7 +113,7 @@ class Conditions(Indexing):
         return self.value(x, 0).term is Const(0.0) if is_tensor(x) else type(x) in (int, float) and x == 0
 
     def _masked(self, node: fx.Node, mask: Value, of: Value, wanted: bool) -> Value:
-        """`of` where the mask is what is wanted, else 0."""
+        """Return `of` where the mask has the value `wanted`, else 0."""
         mask, of = self.broadcast([mask, of])
         if not (is_indicator(mask.term) if wanted else is_boolean(mask.term)):
             raise Opaque

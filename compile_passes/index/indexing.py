@@ -1,4 +1,4 @@
-"""Re-indexing in terms: views, gathers, and the rows that masks and sorts choose."""
+"""Reads re-indexing into terms: views, gathers, and rows that masks and sorts choose."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Indexing(SortedRows):
         return self.value(operand(node), level)
 
     def _cast(self, node: fx.Node, level: int) -> Value:
-        """Casts between floats only round; indicators are 0 and 1 in any type, and ids fit theirs."""
+        """Read a cast. Casts between floats only round. Indicators are 0 and 1 in any type, and ids fit
+        their type."""
         source, dtype = operand(node), value(node).dtype
         was = value(source).dtype
         if was in FLOATING and dtype in FLOATING:
@@ -84,7 +85,7 @@ class Indexing(SortedRows):
             if not atoms:
                 raise Opaque
             group = prefix(size, atoms)
-            if group is None and d == last:  # what is left, whatever its size is called
+            if group is None and d == last:  # the remaining axes, whatever their size is called
                 group = list(atoms)
             if group is None:
                 first = atoms[0]
@@ -104,9 +105,11 @@ class Indexing(SortedRows):
         return Value(tuple(dims), substitute(old.term, terms))
 
     def _merges_leading(self, node: fx.Node, source: fx.Node, old: Value) -> bool:
-        """[B, S, H] -> [B * S, H]: the tokens become one axis, as the router's and the ids' are.
+        """Return whether [B, S, H] -> [B * S, H] makes the tokens one axis, like those of the router and the
+        ids.
 
-        Not of a slice: of a buffer with rows for each expert, this is one expert's."""
+        A slice does not count: in a buffer with rows for each expert, it belongs to one expert.
+        """
         assert isinstance(old.term, Ref)
         ours, new = shape(source), shape(node)
         plain = tuple(i for i in old.term.index if isinstance(i, Axis))
@@ -160,12 +163,12 @@ class Indexing(SortedRows):
         return self._at(v, d, Const(index))
 
     def _at(self, v: Value, d: int, index: Term) -> Value:
-        """v with one dimension fixed."""
+        """Return v with one dimension fixed."""
         mapping = self._assign(v.dims[d], index)
         return Value(v.dims[:d] + v.dims[d + 1 :], substitute(v.term, mapping))
 
     def _assign(self, group: tuple[Axis, ...], index: Term) -> dict[Axis, Term]:
-        """Axes of one dimension -> what they are where the dimension's coordinate is `index`."""
+        """Map the axes of one dimension to their values where the dimension's coordinate is `index`."""
         if any(isinstance(a, ChosenRows) for a in group):
             raise Opaque
         if len(group) <= 1:
@@ -205,7 +208,7 @@ class Indexing(SortedRows):
             return Value((*fixed.dims[:d], (), *fixed.dims[d:]), fixed.term)
         if any(isinstance(a, ChosenRows) for a in group):
             raise Opaque
-        if len(group) > 1:  # of a flat buffer: what lies under one number of the first axis
+        if len(group) > 1:  # a flat buffer: take one number of the first axis
             length = 1
             for a in group[1:]:
                 length *= a.size
@@ -226,7 +229,8 @@ class Indexing(SortedRows):
         producer, index = found
         if is_op(producer, aten.sort):
             return self._sorted(producer, index)
-        if not isinstance(producer.target, OpOverload):  # a graph of its own: cond, while_loop, scan
+        # The node calls another graph: cond, while_loop, scan.
+        if not isinstance(producer.target, OpOverload):
             raise Opaque
         a = arguments(producer)
         whole: Any = a.get("self")
@@ -268,7 +272,7 @@ class Indexing(SortedRows):
             and all(same(s, 1) for s in shape(node))
             and value(node).dtype == torch.int64
         ):
-            return Value(((),) * len(shape(node)), Const(number))  # an expert's, as a tensor
+            return Value(((),) * len(shape(node)), Const(number))  # the number of an expert, as a tensor
         if number != 0:
             raise Opaque
         return Value(own.dims, Const(0.0))
@@ -276,11 +280,12 @@ class Indexing(SortedRows):
     # --- rows ---
 
     def _mask_rows(self, mask: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
-        """The rows that a mask selects, in row-major order, and the mask over axes of its own."""
+        """Return the rows that a mask selects, in row-major order, and the mask over axes of its own."""
         return self._rows_where(self.value(mask, 0), value(mask).dtype, size)
 
     def _whole_rows(self, mask: fx.Node, of: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
-        """The same of a mask over all of `of` that is one in a row: mask[..., None], expanded or not."""
+        """The same for a mask over all elements of `of` that is constant in each row: mask[..., None],
+        expanded or not."""
         v = self.value(mask, 0)
         if len(shape(mask)) != len(shape(of)) or len(v.dims) < 2 or free_axes(v.term) & set(v.dims[-1]):
             raise Opaque
@@ -289,7 +294,7 @@ class Indexing(SortedRows):
     def _rows_where(self, v: Value, dtype: torch.dtype, size: Any) -> tuple[ChosenRows, Value]:
         if any(isinstance(x, ChosenRows) for x in v.axes):
             raise Opaque
-        key = ("mask", tuple(v.axes), v.term)  # whatever shape the mask has
+        key = ("mask", tuple(v.axes), v.term)  # the shape of the mask does not matter
         if key not in self._rows:
             bound = tuple(Axis(x.size) for x in v.axes)
             term = substitute(v.term, dict(zip(v.axes, bound)))
@@ -299,7 +304,8 @@ class Indexing(SortedRows):
         return self._rows[key], v
 
     def _coordinate(self, nonzero: fx.Node, dim: int) -> Value:
-        """Column `dim` of nonzero(mask): where each selected row lies along that dimension of the mask."""
+        """Read column `dim` of nonzero(mask): the position of each selected row along that dimension of
+        the mask."""
         rows, mask = self._mask_rows(operand(nonzero), shape(nonzero)[0])
         place = coordinate(mask.dims[dim])
         return Value(((rows,),), substitute(place, dict(zip(mask.axes, rows.bound))))
@@ -311,8 +317,9 @@ class Indexing(SortedRows):
 
     @staticmethod
     def _as_any(v: Value, d: int, theirs: tuple[Axis, ...]) -> Value:
-        """`v`, of the pairs (t, j) with ids[t, j] == e, over the tokens t that have e among their ids, where
-        `theirs` is these: they are as many, in the same order, if no token has an expert twice."""
+        """Return `v`, over pairs (t, j) with ids[t, j] == e, as a value over the tokens t that have e
+        among their ids, if `theirs` is these tokens. Both have the same number and order, if no token has
+        an expert twice."""
         d %= len(v.dims)
         ours = v.dims[d]
         rows, tokens = (g[0] if len(g) == 1 else None for g in (ours, theirs))
@@ -336,7 +343,7 @@ class Indexing(SortedRows):
 
     @staticmethod
     def _counted_by(sizes: Any) -> fx.Node | None:
-        """counts if sizes are the numbers counts[0], counts[1], ... to the last."""
+        """Return counts if sizes are the numbers counts[0], counts[1], ... to the last."""
         found: set[fx.Node] = set()
         for i, size in enumerate(sizes):
             at = operand(size) if is_op(size, aten._local_scalar_dense) else None
@@ -347,7 +354,7 @@ class Indexing(SortedRows):
         return counts if counts is not None and same_shape(shape(counts), (len(sizes),)) else None
 
     def _rows_of(self, e: int, counts: fx.Node, v: Value, sizes: list[Any]) -> Value:
-        """Expert e's part of rows sorted by expert, cut into as many rows for each as it has."""
+        """Return expert e's part of sorted rows that are split by the number of rows of each expert."""
         if len(v.dims[0]) != 1 or not isinstance(v.dims[0][0], ChosenRows):
             raise Opaque
         rows = v.dims[0][0]
@@ -368,7 +375,7 @@ class Indexing(SortedRows):
         return ChosenRows(size, bound, Apply(aten.eq, (key, Const(e))))
 
     def _whole(self, parts: list[Value]) -> tuple[ChosenRows, list[Value]]:
-        """Sorted rows, if these are the parts of all experts, and the parts over them."""
+        """Return the sorted rows, if these are the parts of all experts, and the parts over them."""
         for rows, owns in self._parts.items():
             if [v.dims[0] for v in parts] == [(own,) for own in owns]:
                 terms = [substitute(v.term, dict(zip(own.bound, rows.bound))) for v, own in zip(parts, owns)]
@@ -379,7 +386,7 @@ class Indexing(SortedRows):
         raise NotImplementedError
 
     def _divide(self, node: fx.Node, level: int) -> Value:
-        """A row's token, from the number of its (token, choice) pair: pair // k."""
+        """Read pair // k: a row's token, from the number of its (token, choice) pair."""
         if is_op(node, aten.div) and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
             return self._pointwise(node, level)
         by, v = node.args[1], self.value(operand(node), 0)
@@ -400,7 +407,7 @@ class Indexing(SortedRows):
                 parts = self.split(axis, (count, by))
                 if axis in v.axes:
                     return Value(v.rename({axis: parts}).dims, parts[0])
-                if self._cuts.get(axis) is coordinate(parts):  # as it was cut before
+                if self._cuts.get(axis) is coordinate(parts):  # cut in the same way as before
                     return Value(v.dims, parts[0])
                 if any(isinstance(r, ChosenRows) and axis in r.bound for r in v.axes):
                     self._recut(v, axis, parts)
@@ -408,7 +415,7 @@ class Indexing(SortedRows):
         raise Opaque
 
     def _remainder(self, node: fx.Node, level: int) -> Value:
-        """ids % E, which take_along_dim computes: the ids, if they were chosen among E experts."""
+        """Read ids % E, which take_along_dim computes, as the ids if they were chosen among E experts."""
         source, by = operand(node), node.args[1]
         if value(node).dtype.is_floating_point:
             return self._pointwise(node, level)
@@ -420,7 +427,8 @@ class Indexing(SortedRows):
         return self.value(source, 0)
 
     def _recut(self, v: Value, axis: Axis, parts: tuple[Axis, ...]) -> None:
-        """Rows that range over `axis` range over its parts; terms over `axis` are mended where rows end."""
+        """Let rows that range over `axis` range over its parts. Terms over `axis` are corrected where rows
+        end."""
         self._cuts[axis] = coordinate(parts)
         for rows in v.axes:
             if isinstance(rows, ChosenRows) and axis in rows.bound:
@@ -460,7 +468,7 @@ class Indexing(SortedRows):
             return self._selected(table, mask, rows, first, count)
         indices = self.broadcast([self._index_into(whole, d, i) for d, i in given])
         if any(len(table.dims[d]) > 1 and _is_of_selected_rows(v) for (d, _), v in zip(given, indices)):
-            table = self.opaque(whole)  # of which one axis is what the rows' is
+            table = self.opaque(whole)  # one of its axes is the rows' axis
             lead, rest = table.dims[:first], table.dims[first + len(given) :]
         values = self._own_axes(table, indices)
         dims = tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
@@ -473,7 +481,8 @@ class Indexing(SortedRows):
 
     @staticmethod
     def _own_axes(table: Value, indices: list[Value]) -> list[Value]:
-        """Indices over axes that the table does not have, so that no row meets its own column by accident."""
+        """Give indices axes that the table does not have, so no row is paired with its own column by
+        accident."""
         shared = set(table.axes) & {a for v in indices for a in v.axes}
         if any(isinstance(a, ChosenRows) for a in shared):
             raise Opaque
@@ -481,7 +490,7 @@ class Indexing(SortedRows):
         return [v.rename(fresh) for v in indices]
 
     def _fit(self, table: Value, d: int, index: Term) -> tuple[tuple[Axis, ...], Term]:
-        """The axes of dimension d, and the index in as many parts as there are axes."""
+        """Return the axes of dimension d, and the index in as many parts as there are axes."""
         group = table.dims[d]
         if len(group) > 1 and isinstance(index, Axis) and not isinstance(index, ChosenRows):
             cut = self.split(index, tuple(a.size for a in group))
@@ -489,7 +498,7 @@ class Indexing(SortedRows):
         return group, index
 
     def _selected(self, table: Value, mask: Value, rows: ChosenRows, first: int, count: int) -> Value:
-        """table where mask, over the axes that `rows` stands for."""
+        """Return table[mask], over the axes that `rows` stands for."""
         if len(mask.axes) != len(rows.bound):
             raise Opaque
         if not all(same(x.size, y.size) for x, y in zip(mask.axes, rows.bound)):
@@ -498,7 +507,7 @@ class Indexing(SortedRows):
         return Value((*table.dims[:first], (rows,), *table.dims[first + count :]), term)
 
     def _masked_select(self, node: fx.Node, level: int) -> Value:
-        """Elements; or whole rows, one behind the other in one dimension."""
+        """Read masked_select: elements, or whole rows one after another in one dimension."""
         a = arguments(node)
         try:
             rows, mask = self._whole_rows(a["mask"], a["self"], shape(node)[0] // shape(a["self"])[-1])
@@ -532,7 +541,8 @@ class Indexing(SortedRows):
 
 
 def _places(node: fx.Node, d: int) -> fx.Node | None:
-    """nonzero(mask), if parts of `node` along dimension d are its columns; raises Opaque if its rows."""
+    """Return nonzero(mask) if parts of `node` along dimension d are its columns. Raises Opaque if they are
+    its rows."""
     node = strip(node)
     while is_op(node, aten.t, aten.permute, aten.transpose) and len(shape(node)) == 2:
         order = several(node, 1) if is_op(node, aten.permute) else [1, 0]
@@ -548,6 +558,6 @@ def _places(node: fx.Node, d: int) -> fx.Node | None:
 
 
 def _is_of_selected_rows(index: Value) -> bool:
-    """Whether an index is an axis that rows range over which a mask selects."""
+    """Return whether an index is an axis over which rows range that a mask selects."""
     rows = [a for a in index.axes if isinstance(a, ChosenRows) and a.key is None]
     return any(index.term is x for r in rows for x in r.bound)

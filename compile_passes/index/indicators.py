@@ -1,4 +1,4 @@
-"""Conditions as terms: comparisons are 0 or 1, and products of such both."""
+"""Represents conditions as terms: comparisons are 0 or 1, and so are products of comparisons."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def indicator(node: fx.Node, a: Term, b: Term) -> Apply:
 
 
 def is_indicator(term: Term) -> bool:
-    """Whether a term is built from comparisons, and so is 0 or 1 (or a count of them)."""
+    """Return whether a term is built from comparisons and so is 0 or 1 (or a count of them)."""
     todo = [term]
     while todo:
         t = todo.pop()
@@ -34,12 +34,12 @@ def is_indicator(term: Term) -> bool:
 
 
 def is_boolean(term: Term) -> bool:
-    """Whether an indicator is never more than 1."""
+    """Return whether an indicator is never more than 1."""
     return all(is_indicator(f) and not isinstance(f, Sum) for f in flatten(term, Mul))
 
 
 def as_boolean(term: Term) -> Term:
-    """Whether a count is not zero."""
+    """Return the indicator that a count is not zero."""
     if isinstance(term, Sum) and is_boolean(term.body):
         return AnyOf(term.axes, term.body)
     if not is_boolean(term):
@@ -48,7 +48,8 @@ def as_boolean(term: Term) -> Term:
 
 
 def opposite(term: Term) -> Term:
-    """Whether an indicator is 0. Of `<` and `>=` neither holds for a NaN, so these have none."""
+    """Return the indicator that another one is 0. For a NaN neither `<` nor `>=` holds, so these have no
+    opposite."""
     by = {aten.eq: aten.ne, aten.ne: aten.eq}
     if not isinstance(term, Apply) or term.op not in by:
         raise Opaque

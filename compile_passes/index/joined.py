@@ -1,4 +1,4 @@
-"""Slices that are put together again: terms over the parts of a dimension as one term over the whole."""
+"""Joins slices again: terms over the parts of a dimension become one term over the whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .terms import Add, Affine, Apply, Axis, ChosenRows, Mean, Mix, Mul, Ref, Su
 def joined(terms: Sequence[Term], axes: Sequence[Axis]) -> tuple[Axis, Term] | None:
     """Return (whole, term) where term i, over axes[i], is the next part of `term` over `whole`.
 
-    None if the terms differ in more than which part they are.
+    None if the terms differ in more than their part.
     """
     sizes = [a.size for a in axes]
     if any(isinstance(a, ChosenRows) for a in axes) or not all(isinstance(s, int) for s in sizes):
@@ -20,22 +20,23 @@ def joined(terms: Sequence[Term], axes: Sequence[Axis]) -> tuple[Axis, Term] | N
     whole = Axis(sum(sizes))
     try:
         return whole, _Joined(list(axes), starts, whole).of(list(terms))
-    except (_Differ, RecursionError):  # terms that deep are not an expert's
+    except (_Differ, RecursionError):  # no expert has terms that deep
         return None
 
 
 class _Differ(Exception):
-    """The terms are no parts of one."""
+    """The terms are not parts of one term."""
 
 
 class _Joined:
     def __init__(self, axes: list[Axis], starts: list[int], whole: Axis) -> None:
         self._axes, self._starts, self._whole = axes, starts, whole
         self._done: dict[tuple[Term, ...], Any] = {}
-        """Parts -> the term that they are parts of; axes that the terms sum over -> that of the whole."""
+        """Maps parts to the term that they are parts of, and the axes of sums in the terms to that of the
+        whole."""
 
     def of(self, terms: list[Any]) -> Any:
-        """Return the one term that these are parts of."""
+        """Return the term that these are parts of."""
         if not all(isinstance(t, Term) for t in terms):
             return self._same(terms)
         if tuple(terms) not in self._done:
@@ -92,7 +93,7 @@ class _Joined:
 
 
 def _place(term: Any, axis: Axis) -> int | None:
-    """Where a coordinate that runs over `axis` begins."""
+    """Return the start of a coordinate that runs over `axis`."""
     if term is axis:
         return 0
     if isinstance(term, Affine) and term.base is axis and term.step == 1:

@@ -1,10 +1,10 @@
-"""From graph nodes to terms: what each node computes, in index notation (terms.py).
+"""Turns graph nodes into terms: what each node computes, in index notation (terms.py).
 
-`Reader.value(node, level)` reads back through a bounded part of the graph: `level` says how many products
-with weights may lie between the node and the block's input. 2: the output side (down product, routing
-weights, sums); 1: inside the FFN (activation, gate/up product); 0: rows and routing, where only re-indexing
-is read. What is not understood is opaque: a `Ref` to the node itself. Reading is always right, if not always
-useful.
+`Reader.value(node, level)` reads back through a bounded part of the graph. `level` is the number of products
+with weights that may be between the node and the block's input. 2: the output side (down product, routing
+weights, sums). 1: inside the FFN (activation, gate/up product). 0: rows and routing, where only re-indexing
+is read. A node that is not understood is opaque: a `Ref` to itself. What is read is always right, if not
+always useful.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Reader(WrittenRows):
             raise Opaque
         if node.target is operator.getitem:
             return self._getitem(node, level)
-        if node.target is aten.view.dtype:  # other values, made of the same bits
+        if node.target is aten.view.dtype:  # the same bits as other values
             raise Opaque
         packet = getattr(node.target, "overloadpacket", None)
         handler = self._handlers.get(packet)

@@ -1,4 +1,4 @@
-"""Which experts a matrix of routing weights leaves out, and whether ids name one twice."""
+"""Finds which experts a matrix of routing weights leaves out, and whether ids name one twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ..operands import operand
 
 
 class Support:
-    """A matrix [..., E] is zero but at the ids of `parts`, [..., k] each; none names an expert twice."""
+    """A matrix [..., E] is zero except at the ids of `parts`, each [..., k]. No id list names an expert
+    twice."""
 
     def __init__(self, parts: Sequence[fx.Node]) -> None:
         self.parts = parts
@@ -33,13 +34,13 @@ class Support:
 
 
 def support(node: fx.Node) -> Support | None:
-    """The ids that a matrix of routing weights was made from, or None."""
+    """Return the ids that a matrix of routing weights was made from, or None."""
     found = _background(node)
     return Support(found[0]) if found is not None and found[1] == 0 else None
 
 
 def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
-    """(ids, value everywhere else) of a matrix [..., E]."""
+    """Return (ids, value everywhere else) of a matrix [..., E]."""
     while passes_order(node):
         if not _same_rows(node, operand(node)):
             return None
@@ -75,13 +76,13 @@ def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
 
 
 def _zeros(a: Any, node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
-    """Return the operands of an elementwise operator that are zero elsewhere."""
+    """Return the ids outside of which an elementwise operator's result is zero."""
     found = _background(a) if isinstance(a, fx.Node) and same_shape(shape(a), shape(node)) else None
     return found if found is not None and found[1] == 0 else None
 
 
 def _one_hot(node: fx.Node) -> fx.Node | None:
-    """ids [..., 1] where node [..., E] is `ids == arange(E)`."""
+    """Return ids [..., 1] if node [..., E] is `ids == arange(E)`."""
     ids, every = operand(node), node.args[1]
     if not isinstance(every, fx.Node) or not is_op(every, aten.arange) or len(shape(every)) != 1:
         return None
@@ -100,9 +101,10 @@ def _constant(node: fx.Node) -> float | None:
 
 
 def distinct(ids: fx.Node) -> bool:
-    """Whether no row of ids [..., k], along the last dimension, names one expert twice.
+    """Return whether no row of ids [..., k], along the last dimension, names an expert twice.
 
-    Such are the indices of a `topk` or a `sort` along that dimension, and any columns of them."""
+    This holds for the indices of a `topk` or a `sort` along that dimension, and for any columns of them.
+    """
     if shape(ids) and static_int(shape(ids)[-1]) == 1:
         return True
     while True:
@@ -123,6 +125,6 @@ def distinct(ids: fx.Node) -> bool:
 
 
 def _same_rows(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a view leaves the last dimension as it is."""
+    """Return whether a view leaves the last dimension as it is."""
     a, b = shape(node), shape(source)
     return bool(a) and bool(b) and statically_known_true(a[-1] == b[-1])

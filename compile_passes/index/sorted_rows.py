@@ -1,4 +1,4 @@
-"""Rows sorted by expert: how many each has, rows that are no expert's, and how rows are put back."""
+"""Reads rows sorted by expert: how many each expert has, rows of no expert, and how rows are put back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .terms import (
 
 class SortedRows(Values):
     def _sorted(self, sort: fx.Node, output: int) -> Value:
-        """Sorting orders all rows anew: each stands for one position of the sorted tensor."""
+        """Read a sort. It orders all rows anew: each row is one position of the sorted tensor."""
         a = arguments(sort)
         v = self.value(a["self"], 0)
         if len(v.dims) != 1 or a["descending"] or any(isinstance(x, ChosenRows) for x in v.axes):
@@ -50,9 +50,11 @@ class SortedRows(Values):
     # --- put back ---
 
     def _index_into(self, table: fx.Node, d: int, index: fx.Node) -> Value:
-        """An index into dimension d of a tensor; for a bias [E, N] without a clamp of sorted ids to experts.
+        """Read an index into dimension d of a tensor. A clamp of sorted ids to experts is ignored for a bias
+        [E, N].
 
-        It changes what no expert's rows read. What those hold is nobody's, unless it is masked."""
+        The clamp only changes what rows of no expert read. Nobody uses these rows, unless they are masked.
+        """
         clamp = strip(index)
         bias = self.is_weight(strip(table)) and len(shape(table)) == 2 and d == 0
         if bias and len(shape(index)) == 1 and is_op(clamp, aten.clamp):
@@ -64,7 +66,7 @@ class SortedRows(Values):
         return self.value(index, 0)
 
     def _restored(self, table: Value, d: int, rows: ChosenRows, index: fx.Node) -> Value:
-        """Sorted rows back in the order that they had: `bound` are axes like any others then."""
+        """Put sorted rows back in their old order. `bound` are then ordinary axes."""
         if len(shape(index)) != 1:
             raise Opaque
         need(self._inverts(index, rows), Kind.NOT_RESTORED, index)
@@ -73,10 +75,10 @@ class SortedRows(Values):
         return Value((*table.dims[:d], fresh, *table.dims[d + 1 :]), term)
 
     def _inverts(self, index: fx.Node, rows: ChosenRows) -> bool:
-        """Whether index[s] is the row that stands for place s: the inverse of the permutation that sorts."""
+        """Return whether index[s] is the row of place s: the inverse of the permutation that sorts."""
         index = exact_int(index)
         found = item(index)
-        if found is not None:  # its argsort
+        if found is not None:  # the index is its argsort
             source, output = found
             ascending = is_op(source, aten.sort) and not arguments(source)["descending"]
             return ascending and output == 1 and self._permutes(operand(source), rows)
@@ -95,7 +97,7 @@ class SortedRows(Values):
         return whole and self._permutes(at, rows) and is_arange(new, shape(index))
 
     def _permutes(self, node: fx.Node, rows: ChosenRows) -> bool:
-        """Whether an element of `node` is the place in the unsorted tensor that a row stands for."""
+        """Return whether an element of `node` is the place of a row in the unsorted tensor."""
         v = self.value(node, 0)
         return v.dims == ((rows,),) and substitute(v.term, self._cuts) is coordinate(rows.bound)
 
@@ -104,7 +106,7 @@ class SortedRows(Values):
     def _rows_that_end_at(
         self, offs: fx.Node, experts: int, rows: ChosenRows | None, a: fx.Node
     ) -> ChosenRows:
-        """`rows`, the rows of `a`, if offs [E] is where those of each expert end."""
+        """Return `rows`, the rows of `a`, if offs [E] are the ends of the rows of each expert."""
         cumsum = exact_int(offs)
         need(is_op(cumsum, aten.cumsum) and len(shape(cumsum)) == 1, Kind.OFFSETS_SUM, offs, cumsum)
         counted = self._counted(operand(cumsum), experts)
@@ -133,7 +135,7 @@ class SortedRows(Values):
         return counted is not None and self._are_of(counted, rows)
 
     def _are_of(self, counted: tuple[Term, list[Axis]], rows: ChosenRows) -> bool:
-        """Whether these are the ids that `rows` were sorted by, in any order."""
+        """Return whether these are the ids by which `rows` were sorted, in any order."""
         ids, axes = counted
         if axes == [rows]:
             return ids is rows.key
@@ -147,9 +149,10 @@ class SortedRows(Values):
     # --- rows that are no expert's ---
 
     def _no_sentinels(self, node: fx.Node, level: int) -> Value:
-        """masked_fill(rows, ids >= c, 0), where rows are sorted by these ids: rows * [ids < c].
+        """Read masked_fill(rows, ids >= c, 0), where rows are sorted by these ids, as rows * [ids < c].
 
-        Ids of as many as there are experts, or more, are no expert's: what such rows hold is masked away."""
+        Ids that are at least the number of experts name no expert. The mask removes such rows.
+        """
         a = arguments(node)
         if not is_tensor(a["mask"]) or a["value"] != 0:
             raise Opaque
@@ -162,7 +165,7 @@ class SortedRows(Values):
 
     @staticmethod
     def _of_experts(term: Term, key: Term, experts: int) -> Term:
-        """`term` where the id `key` is one of so many experts: without conditions that say so."""
+        """Return `term` without conditions that say that the id `key` is below the number of experts."""
 
         def at(t: Term) -> Term | None:
             if not isinstance(t, Composite):
@@ -174,14 +177,14 @@ class SortedRows(Values):
 
 
 def sorted_rows(v: Value, d: int) -> ChosenRows | None:
-    """The axis of dimension d, if that has the rows of a sort."""
+    """Return the axis of dimension d if it has the rows of a sort."""
     group = v.dims[d]
     rows = group[0] if len(group) == 1 else None
     return rows if isinstance(rows, ChosenRows) and rows.key is not None else None
 
 
 def is_arange(node: fx.Node, size: tuple[Any, ...]) -> bool:
-    """Whether a tensor of this shape counts 0, 1, 2, ..."""
+    """Return whether a tensor of this shape counts 0, 1, 2, ..."""
     node = exact_int(node)
     if not is_op(node, aten.arange):
         return False
@@ -190,13 +193,13 @@ def is_arange(node: fx.Node, size: tuple[Any, ...]) -> bool:
 
 
 def _is_id_below(term: Any, key: Term, experts: int) -> bool:
-    """Whether it is [key < c] where c is all experts, or more."""
+    """Return whether a term is [key < c], where c is at least the number of experts."""
     below = isinstance(term, Apply) and term.op is aten.lt and term.args[0] is key
     return below and isinstance(term.args[1], Const) and term.args[1].value >= experts
 
 
 def _sentinels_from(mask: Term, key: Term | None) -> int | None:
-    """c if the mask is [key >= c]."""
+    """Return c if the mask is [key >= c]."""
     if not isinstance(mask, Apply) or mask.op not in (aten.ge, aten.gt) or mask.args[0] is not key:
         return None
     low = mask.args[1]
@@ -205,7 +208,8 @@ def _sentinels_from(mask: Term, key: Term | None) -> int | None:
 
 
 def _marked(node: fx.Node) -> fx.Node | None:
-    """ids [T, k] if node [E] counts the rows of zeros [T, E] with a 1 put at the ids, which are distinct."""
+    """Return ids [T, k] if node [E] counts rows of a matrix of zeros [T, E] with 1 at the ids, which are
+    distinct."""
     a = arguments(node)
     marks = strip(a["self"])
     if a["dim"] != [0] or a["keepdim"] or value(marks).dtype not in (torch.int64, torch.int32, torch.float32):

@@ -1,7 +1,7 @@
 """Index notation: what one element of a tensor is, as a term over named axes.
 
-`x[token]` with `token = nonzero(ids == 3)[0]` and `x` gathered, viewed or permuted by other means all become
-the same `Ref(x, (t, h))`: programs that are written differently but compute the same have equal terms.
+`x[token]` with `token = nonzero(ids == 3)[0]`, and `x` gathered, viewed or permuted by other means, all
+become the same `Ref(x, (t, h))`. Programs that are written differently but compute the same have equal terms.
 Terms are interned: equal terms are one object.
 """
 
@@ -20,7 +20,7 @@ from ..naming import called
 from ..refusal import words
 
 Size = Any
-"""int or SymInt."""
+"""A dimension's size: int or SymInt."""
 
 
 class Term:
@@ -53,7 +53,8 @@ _interned = threading.local()
 
 @contextlib.contextmanager
 def interning() -> Iterator[None]:
-    """Terms exist only inside: they hold graph nodes, and live no longer than one graph's analysis."""
+    """Terms exist only inside this context. They hold graph nodes, and must not live longer than one
+    graph's analysis."""
     outer = getattr(_interned, "table", None)
     _interned.table = {}
     try:
@@ -63,7 +64,7 @@ def interning() -> Iterator[None]:
 
 
 class Axis(Term):
-    """A coordinate that runs from 0 to size - 1; as a term it is its own value."""
+    """A coordinate that runs from 0 to size - 1. As a term it is its own value."""
 
     __slots__ = ("name", "size")
     _count = itertools.count()
@@ -78,10 +79,11 @@ class Axis(Term):
 
 
 class ChosenRows(Axis):
-    """Counts the rows that a mask selects, or that a sort orders: row r stands for values of `bound`.
+    """Counts the rows that a mask selects or a sort orders. Row r stands for values of the axes `bound`.
 
-    Tensors with this axis have terms over `bound`, axes that occur nowhere else. `mask` None: every
-    combination occurs, once. `key` (sorts only): the term by which the rows are in ascending order.
+    Tensors with this axis have terms over `bound`, whose axes occur nowhere else. If `mask` is None, every
+    combination of values occurs once. `key` (sorts only) is the term by which the rows are in ascending
+    order.
     """
 
     __slots__ = ("bound", "key", "mask")
@@ -94,7 +96,7 @@ class ChosenRows(Axis):
 
 
 class Const(Term):
-    """A Python number; None for memory that nobody has written."""
+    """A Python number. None is memory that nobody has written."""
 
     __slots__ = ()
 
@@ -110,7 +112,7 @@ class Const(Term):
 
 
 class Mix(Term):
-    """A coordinate made of several, row-major; sizes are those of the parts."""
+    """A coordinate made of several in row-major order. `sizes` are the sizes of the parts."""
 
     __slots__ = ("sizes",)
     sizes: tuple[Size, ...]
@@ -127,7 +129,7 @@ class Mix(Term):
 
     @staticmethod
     def _affine(parts: tuple[Term, ...], sizes: tuple[Size, ...]) -> Term | None:
-        """With at most one part that is not fixed: a number, or a slice of the whole."""
+        """Return an affine form if at most one part is not fixed: a number, or a slice of the whole."""
         free = [i for i, p in enumerate(parts) if not isinstance(p, Const)]
         if len(free) > 1:
             return None
@@ -181,7 +183,7 @@ class Affine(Term):
 
 
 class Ref(Term):
-    """An element of what a graph node computes."""
+    """An element of the tensor that a graph node computes."""
 
     __slots__ = ()
 
@@ -201,7 +203,7 @@ class Ref(Term):
 
 
 class Composite(Term):
-    """A term that some node computes too, so it can also be had as `ref`."""
+    """A term that some node computes, too: `ref` is that node's element."""
 
     __slots__ = ()
 
@@ -211,7 +213,8 @@ class Composite(Term):
 
 
 class Apply(Composite):
-    """A pointwise operator. `op` is the overload, `args` its arguments: terms, or constants of the call."""
+    """A pointwise operator. `op` is the overload. `args` are its arguments: terms, or constants of the
+    call."""
 
     __slots__ = ()
 
@@ -300,14 +303,14 @@ class Mean(OverAxes):
 
 
 class AnyOf(OverAxes):
-    """Whether the body holds for some value of the axes."""
+    """An indicator that the body holds for some value of the axes."""
 
     __slots__ = ()
     word = "any"
 
 
 class NoneOf(Term):
-    """1 where none of these masks is set, else 0: of rows that nothing was written over."""
+    """1 where none of these masks is set, else 0: for rows that nothing overwrites."""
 
     __slots__ = ()
 
@@ -323,7 +326,7 @@ class NoneOf(Term):
 
 
 class Choose(Composite):
-    """options[index]: tensors that were stacked."""
+    """options[index], an element of stacked tensors."""
 
     __slots__ = ()
 
@@ -344,25 +347,28 @@ Replaced = TypeVar("Replaced", bound=Term)
 
 
 def substitute(term: Any, mapping: Mapping[Replaced, Term]) -> Any:
-    """`term` with axes replaced, all at once."""
+    """Return `term` with axes replaced, all at once."""
     if not mapping or not isinstance(term, Term):
         return term
     return _transformed(term, dict(mapping.items()), None, with_refs=True)
 
 
 def transform(term: Term, at: Callable[[Term], Term | None], with_refs: bool = True) -> Term:
-    """`term` with `at(part)` in place of each part, from the outside in; None: the part's own parts are next.
+    """Replace each part of `term` by `at(part)`, from the outside in. If that is None, the part's own parts
+    are next.
 
-    Without `with_refs` what is rebuilt forgets which node computes it."""
+    Without `with_refs`, rebuilt terms forget which node computes them.
+    """
     return _transformed(term, {}, at, with_refs)
 
 
 def _transformed(
     term: Term, done: dict[Term, Term], at: Callable[[Term], Term | None] | None, with_refs: bool
 ) -> Term:
-    """`done`: what parts become, as far as that is known.
+    """`done` maps parts to their replacements, as far as they are known.
 
-    A term may be as deep as the graph is long, so a list holds what is begun, not Python's stack."""
+    A term may be as deep as the graph is long, so a list holds the unfinished parts and not Python's stack.
+    """
     begun = [term]
     while begun:
         t = begun[-1]
@@ -371,7 +377,7 @@ def _transformed(
             if new is None:
                 own = None if with_refs or not isinstance(t, Composite) else t.ref
                 chosen, parts = None, t.children()
-                if isinstance(t, Choose):  # of which a number may leave one option: no need for the others
+                if isinstance(t, Choose):  # a number as index leaves one option: the others are not needed
                     index = done.get(t.index)
                     chosen = t.options[index.value] if isinstance(index, Const) else None
                     if index is None or chosen is not None:
@@ -387,7 +393,7 @@ def _transformed(
 
 
 def _rebuilt(t: Term, go: Callable[[Any], Any], with_refs: bool) -> Term:
-    """`t` with `go` applied to its children."""
+    """Return `t` with `go` applied to its children."""
 
     def ref(r: Ref | None) -> Any:
         return None if r is None or not with_refs else go(r)
@@ -417,7 +423,7 @@ def _rebuilt(t: Term, go: Callable[[Any], Any], with_refs: bool) -> Term:
 
 
 def free_axes(term: Term, seen: set[Term] | None = None) -> set[Axis]:
-    """All axes that occur in a term, bound ones too (they are fresh, so no name means two things)."""
+    """Return all axes in a term, including bound ones (these are fresh, so no name has two meanings)."""
     found: set[Axis] = set()
     seen = set() if seen is None else seen
     todo = [term]
@@ -446,7 +452,7 @@ def walk(term: Term) -> Iterator[Term]:
 
 
 def flatten(term: Term, kind: type) -> list[Term]:
-    """The operands of nested sums or products."""
+    """Return the operands of nested sums or products."""
     out, todo = [], [term]
     while todo:
         t = todo.pop()
@@ -459,7 +465,7 @@ def flatten(term: Term, kind: type) -> list[Term]:
 
 @dataclass(frozen=True)
 class Value:
-    """A tensor: for each dimension the axes it is made of (none if its size is 1); and an element's term."""
+    """A tensor: for each dimension its axes (none if its size is 1), and the term of an element."""
 
     dims: tuple[tuple[Axis, ...], ...]
     term: Term
@@ -469,7 +475,7 @@ class Value:
         return [a for group in self.dims for a in group]
 
     def rename(self, mapping: Mapping[Axis, Axis | tuple[Axis, ...]]) -> Value:
-        """Axes replaced by others, one by one or one by several of the same total size."""
+        """Replace axes by others: one by one, or one by several of the same total size."""
         if not mapping:
             return self
         dims = tuple(tuple(b for a in group for b in _as_tuple(mapping.get(a, a))) for group in self.dims)
@@ -478,7 +484,7 @@ class Value:
 
 
 def coordinate(axes: tuple[Axis, ...]) -> Term:
-    """The position along a dimension made of these axes."""
+    """Return the position along a dimension made of these axes."""
     return Mix(axes, [a.size for a in axes]) if axes else Const(0)
 
 
@@ -487,11 +493,12 @@ def _as_tuple(x: Any) -> tuple[Axis, ...]:
 
 
 MOST_PARTS = 100
-"""How many parts of a term are told. Terms share their parts, so a whole text may be exponentially long."""
+"""The most parts of a term that are printed. Terms share their parts, so a whole text may be exponentially
+long."""
 
 
 def described(term: Any) -> str:
-    """A term, or several, in the user's words: `:` is a coordinate, a node what `called` says."""
+    """Print a term, or several, for the user: `:` is a coordinate, and `called` names a node."""
     return _Description().text(term)
 
 
@@ -512,7 +519,7 @@ class _Description:
         return found
 
     def text(self, term: Any, inside: bool = False) -> str:
-        """inside: of an index."""
+        """inside: the term is in an index."""
         self._parts += 1
         if self._parts > MOST_PARTS:
             return "..."

@@ -1,4 +1,4 @@
-"""Rows that are added to a tensor, or written to it, at places of their own, in terms."""
+"""Reads rows that are added or written to a tensor at places of their own."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ class WrittenRows(Arithmetic):
         self, node: fx.Node, level: int, base: fx.Node, indices: list[fx.Node], where: list[Value],
         rows: fx.Node,
     ) -> Value:  # fmt: skip
-        """`rows` take the place of base[indices]; what is base[indices] + y adds y."""
+        """Read rows that replace base[indices]. If they are base[indices] + y, this adds y."""
         added = self._increment(base, indices, rows)
         if added is not None and _once(where):
             return self._accumulate(node, level, base, where, added)
         return self._overwrite(node, level, base, where, rows)
 
     def _masked_scatter(self, node: fx.Node, level: int) -> Value:
-        """Whole rows where the mask is True, in order: rows that this mask chose go back to their places."""
+        """Read masked_scatter of whole rows: rows that this mask chose go back to their places, in order."""
         a = arguments(node)
         mask, source = a["mask"], self.value(a["source"], level)
         if level < 2:
@@ -113,7 +113,7 @@ class WrittenRows(Arithmetic):
         return self._put(node, level, a["self"], [_repeated(mask)], where, a["source"])
 
     def _increment(self, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
-        """y if new is base[indices] + y: what `out[mask] += y` becomes."""
+        """Return y if new is base[indices] + y, as in `out[mask] += y`."""
         new = _unchanged(new)
         if not is_op(new, aten.add) or new.kwargs.get("alpha", 1) != 1:
             return None
@@ -136,9 +136,11 @@ class WrittenRows(Arithmetic):
     def _placed(
         self, level: int, base: Value, where: list[Value], source: fx.Node
     ) -> tuple[Value, Term, Term | None]:
-        """base; `source` over base's axes, summed over whatever else its rows range over; the rows' mask.
+        """Return base, `source` over base's axes (summed over the other axes of its rows), and the rows'
+        mask.
 
-        where: the place of each row along the first dimensions of base."""
+        where: the place of each row along the first dimensions of base.
+        """
         if level < 2 or any(len(w.dims) != 1 for w in where):
             raise Opaque
         src = self.value(source, level)
@@ -182,7 +184,8 @@ class WrittenRows(Arithmetic):
     def _overwrite(
         self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
     ) -> Value:
-        """Rows that nobody wrote before are written: then to write is to add. Others keep what they had."""
+        """Read rows that are overwritten. If nobody wrote them before, writing is adding. The others keep
+        their values."""
         if not _once(where):
             raise Opaque
         old, new, mask = self._placed(level, self.addend(node, base, level), where, source)
@@ -193,7 +196,7 @@ class WrittenRows(Arithmetic):
             raise Opaque
         chosen = set(flatten(new.args[0], Mul))
         if all(chosen <= set(flatten(t, Mul)) for t in before):
-            return Value(old.dims, new)  # other rows are zeros
+            return Value(old.dims, new)  # the other rows are zeros
         if all(kept_rows(t) is None and expert_mask(t) is None for t in before):
             old, new, _ = self._placed(level, self.opaque(base), where, source)
             before = [Mul(NoneOf(()), old.term)]
@@ -217,12 +220,12 @@ class WrittenRows(Arithmetic):
 
 
 def _repeated(node: fx.Node) -> fx.Node:
-    """v of v[..., None], expanded or not."""
+    """Return v of v[..., None], expanded or not."""
     return strip(operand(node) if is_op(node, aten.expand) else node)
 
 
 def _pieces(index: fx.Node, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Rows one below the other, and as many places: each piece, where both are joined of as long ones."""
+    """Return pieces (places, rows), if both are joined from pieces of the same lengths."""
     if is_op(index, aten.cat) and is_op(source, aten.cat) and arguments(source)["dim"] == 0:
         places, rows = arguments(index)["tensors"], arguments(source)["tensors"]
         if len(places) == len(rows) and all(same(shape(i)[0], shape(r)[0]) for i, r in zip(places, rows)):
@@ -231,20 +234,20 @@ def _pieces(index: fx.Node, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
 
 
 def _chosen_places(rows: ChosenRows, mask: Value) -> list[Value]:
-    """Where each of the rows that a mask chose lies along its dimensions."""
+    """Return the places along the mask's dimensions of the rows that it chose."""
     bound = dict(zip(mask.axes, rows.bound))
     return [Value(((rows,),), substitute(coordinate(g), bound)) for g in mask.dims]
 
 
 def _unchanged(node: fx.Node) -> fx.Node:
-    """Back through copies and casts to the dtype a tensor has."""
+    """Follow a node back through copies and casts to the same dtype."""
     while is_op(node, aten.clone, aten._to_copy) and value(node).dtype == value(operand(node)).dtype:
         node = operand(node)
     return node
 
 
 def _rows_of(where: list[Value]) -> ChosenRows | None:
-    """Return the rows that all of `where` are places of, or None."""
+    """Return the rows whose places all of `where` are, or None."""
     groups = {w.dims for w in where}
     dims = groups.pop() if len(groups) == 1 else ()
     group = dims[0] if len(dims) == 1 else ()
@@ -256,12 +259,12 @@ def _places(where: list[Value]) -> set[Axis]:
 
 
 def _once(where: list[Value]) -> bool:
-    """Whether no row is written to twice."""
+    """Return whether no row is written twice."""
     return _visits_once(where) or _chosen_once(where)
 
 
 def _visits_once(where: list[Value]) -> bool:
-    """Whether no two rows have the same place."""
+    """Return whether no two rows have the same place."""
     rows = _rows_of(where)
     if rows is None:
         return len(where) == 1 and isinstance(where[0].term, (Axis, Mix))
@@ -269,9 +272,11 @@ def _visits_once(where: list[Value]) -> bool:
 
 
 def _chosen_once(where: list[Value]) -> bool:
-    """Whether these are the tokens t of rows (t, j) with ids[t, j] == e, and none has e among its ids twice.
+    """Return whether these are the tokens t of rows (t, j) with ids[t, j] == e, where no t has e twice among
+    its ids.
 
-    What is written there may be added to what was there; another expert may have written there before."""
+    Rows written there may be added to the old values, which another expert may have written.
+    """
     rows = _rows_of(where)
     if rows is None or rows.mask is None:
         return False
@@ -290,12 +295,12 @@ def _chosen_once(where: list[Value]) -> bool:
 
 
 def kept_rows(term: Term) -> NoneOf | None:
-    """Where a term's rows are those that were not written over, if it is of such."""
+    """Return the indicator of rows that were not overwritten, if the term has such a factor."""
     return term.args[0] if isinstance(term, Mul) and isinstance(term.args[0], NoneOf) else None
 
 
 def expert_mask(term: Term) -> tuple[Term, Any] | None:
-    """(ids, e) if the term is something times [ids == e], in its first factors."""
+    """Return (ids, e) if the first factors of a term contain [ids == e]."""
     for f in flatten(term, Mul):
         if is_eq(f):
             ids, e = f.args  # type: ignore[attr-defined]
