@@ -1,1 +1,1 @@
-"""Dynamo's graph becomes a functional aten graph."""
+"""Turns Dynamo's graph into a functional aten graph."""

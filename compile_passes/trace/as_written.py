@@ -1,4 +1,4 @@
-"""Calls of Dynamo's graph that are traced by other functions, which compute the same."""
+"""Chooses, for calls of Dynamo's graph, functions that compute the same but trace better."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VIEWS = ("narrow", "select")
 
 
 def as_written(node: fx.Node) -> Any:
-    """The function that a call is traced by; `node.target`, if that is a method or needs no other.
+    """Return the function by which a call is traced; `node.target` if it is a method or needs no other.
 
-    `torch.einsum` of three operands is two products from left to right, also where the package opt_einsum is
-    installed. That chooses by sizes, and then what scales an expert's result scales its activations.
-    `w[i]`, where i is a tensor without dimensions, is a row of `w[i.reshape(1)]`.
-    For the other torch would ask for i's number.
+    `torch.einsum` of three operands is traced as two products from left to right, even if the package
+    opt_einsum is installed. That package chooses the order by sizes; then what scales an expert's result
+    could scale its activations instead. `w[i]`, where i is a tensor without dimensions, is traced as a row of
+    `w[i.reshape(1)]`, because for `w[i]` torch would ask for the number i.
     """
     if node.target is torch.functional.einsum:
         return _from_left_to_right
@@ -41,7 +41,8 @@ def needs_a_number(node: fx.Node) -> Refusal:
 
 
 def _from_left_to_right(*args: Any) -> torch.Tensor:
-    if not isinstance(args[0], str) or len(args) < 3:  # dimensions as numbers, or operands in a list
+    # Dimensions are given as numbers, or operands in a list.
+    if not isinstance(args[0], str) or len(args) < 3:
         return torch.functional.einsum(*args)
     return einsum_in_order(args[0], args[1:])
 
@@ -60,7 +61,7 @@ def _is_by_a_tensor(node: fx.Node) -> bool:
 
 
 def _may_be_a_copy(node: fx.Node) -> bool:
-    """Whether nobody can tell a part of a tensor from a copy of that part."""
+    """Return whether a copy may replace a part of a tensor without a visible difference."""
     x, own = node.args[0], example(node)
     memory = own.untyped_storage()._cdata
     (output,) = node.graph.find_nodes(op="output")
@@ -70,7 +71,7 @@ def _may_be_a_copy(node: fx.Node) -> bool:
 
 
 def _one_by_one(x: torch.Tensor, index: Any) -> torch.Tensor:
-    """x[index]: for each index that is one number, as torch does it, before all others are looked at."""
+    """Compute x[index] as torch does: indices that are one number come before all others."""
     items = _items(index)
     taken = [i for i in items if i is not None and i is not Ellipsis]
     used = sum(i.dim() if isinstance(i, torch.Tensor) and i.dtype == torch.bool else 1 for i in taken)

@@ -1,8 +1,9 @@
-"""Dynamo's graph -> a functional aten graph in which `silu`, `_softmax`, `_grouped_mm` are still whole.
+"""Traces Dynamo's graph to a functional aten graph in which `silu`, `_softmax`, `_grouped_mm` are still
+whole.
 
-Inductor decomposes while it traces, so an FFN is hard to see in its graphs. Here Dynamo's graph is
-interpreted once more under its own fake tensors with no decompositions; the result is handed back to
-Inductor as if Dynamo had produced it. Dynamo's graph itself is never changed.
+Inductor decomposes while it traces, so an FFN is hard to find in its graphs. Here Dynamo's graph is
+interpreted again under its own fake tensors, without decompositions. Inductor gets the result as if Dynamo
+had produced it. Dynamo's graph itself never changes.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ log = logging.getLogger("fp4_ops")
 
 
 def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
-    """The fakes Dynamo used for these inputs: same symbols, so nothing is guarded or recompiled anew."""
+    """Return the fake tensors that Dynamo used for these inputs. They have the same symbols, so nothing is
+    guarded or recompiled again."""
     context = TracingContext.try_get()
     known = context.tensor_to_context if context is not None else {}
 
     def convert(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if is_subclass(x):  # one that is held in 4 bits: an ordinary tensor takes its place
+        if is_subclass(x):  # a tensor in 4 bits: an ordinary tensor takes its place
             with fake_mode:
                 return stand_in(x)
         if isinstance(x, FakeTensor):
@@ -75,7 +77,7 @@ class Captured(NamedTuple):
     gm: fx.GraphModule
     fake_mode: FakeTensorMode
     stored: dict[fx.Node, Stored]
-    """Inputs that are 4-bit tensors. In the graph an ordinary tensor stands for each."""
+    """Inputs that are 4-bit tensors. Each has an ordinary tensor in its place in the graph."""
 
 
 def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> Captured:
@@ -91,7 +93,7 @@ def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> Captured:
     if fake_mode is None:
         fake_mode = FakeTensorMode()
     fakes = fake_inputs(fake_mode, inputs)
-    # Memoised fake outputs of Dynamo's own run must not be taken for those of this one.
+    # This run must not reuse fake outputs that Dynamo's own run memoised.
     fake_mode.epoch += 1
 
     flat = without_regions(gm)
@@ -120,9 +122,10 @@ def _prequantized(x: Any) -> Prequantized | None:
 
 
 def _with_stand_ins(gm: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
-    """A copy of Dynamo's graph whose inputs in 4 bits are the ordinary tensors among `fakes`.
+    """Copy Dynamo's graph with the ordinary tensors among `fakes` in place of its 4-bit inputs.
 
-    Their products are as ordinary, so each call can be traced by itself, and attention stays one operator.
+    Products with these are ordinary, too. Each call can then be traced alone, and attention stays one
+    operator.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(gm.graph, {}))
@@ -136,9 +139,10 @@ def _by_calls(
     gm: fx.GraphModule, fakes: list[Any], fake_mode: FakeTensorMode, constants: dict[fx.Node, float]
 ) -> fx.GraphModule | None:
     try:
-        with disable_fake_tensor_cache(fake_mode):  # each call once: there is nothing to find in it
+        # Each call is traced once, so the cache would never be used.
+        with disable_fake_tensor_cache(fake_mode):
             return Copier(gm, fakes, fake_mode, constants).run()
-    except Exception as reason:  # whatever is odd about one call, the whole can still be traced
+    except Exception as reason:  # whatever is unusual about one call, the whole graph can still be traced
         log.debug("the graph is traced as a whole: %s", reason, exc_info=not isinstance(reason, CannotCopy))
         fake_mode.epoch += 1
         return None
@@ -157,17 +161,17 @@ def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 def mutated_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """Placeholders that the graph writes to."""
+    """Return the placeholders that the graph writes to."""
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return {n.args[0] for n in writes if isinstance(n.args[0], fx.Node) and n.args[0].op == "placeholder"}
 
 
 def _expert_constants(gm: fx.GraphModule) -> dict[fx.Node, float]:
-    """Python floats beside expert weights in a module (alpha, limit) or in a module of that one's, which
-    count as constants.
+    """Return Python floats that count as constants: floats beside expert weights (alpha, limit), in their
+    module or the module above it.
 
-    With `dynamic=True` Dynamo makes symbols of them, and an activation could not be told. They are guarded
-    on, so another value compiles anew; all other floats stay symbols.
+    With `dynamic=True` Dynamo makes symbols of them, and the activation could not be recognised. Guards check
+    them, so another value compiles again. All other floats stay symbols.
     """
     weights = [source_name(getattr(n, "_dynamo_source", None)) for n in _placeholders(gm) if _rank(n) == 3]
     holders = [f"{w.rpartition('._parameters[')[0]}." for w in weights if "._parameters[" in w]
@@ -187,7 +191,7 @@ def _rank(node: fx.Node) -> int:
 
 
 class _Interpreter(PropagateUnbackedSymInts):
-    """Runs Dynamo's graph, with some nodes known."""
+    """Runs Dynamo's graph with some known nodes."""
 
     def __init__(self, gm: fx.GraphModule, constants: dict[fx.Node, float]) -> None:
         super().__init__(gm)
@@ -208,7 +212,7 @@ class _Interpreter(PropagateUnbackedSymInts):
 
 
 def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` without writes: what it wrote to an input is copied there at the end."""
+    """Wrap `run` to have no writes inside: values written to an input are copied there at the end."""
 
     def inner(*args: Any) -> Any:
         with functional_tensors(args) as wrapped:
@@ -227,7 +231,7 @@ def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _written_input(output: Any, inputs: list[tuple[torch.Tensor, FunctionalTensor]]) -> torch.Tensor | None:
-    """The input that an output is, as `self.load += counts` makes the buffer an output."""
+    """Return the input that an output is: `self.load += counts` makes the buffer an output."""
 
     def layout(t: torch.Tensor) -> tuple[Any, ...]:
         return storage(t), tuple(t.shape), t.stride(), t.storage_offset(), t.dtype
@@ -238,7 +242,8 @@ def _written_input(output: Any, inputs: list[tuple[torch.Tensor, FunctionalTenso
 
 
 def _check_aliases(inputs: list[tuple[torch.Tensor, FunctionalTensor]], outputs: list[Any]) -> None:
-    """A second view of a mutated input would be taken for separate memory once the graph is functional."""
+    """Refuse a second view of a mutated input, which would be separate memory once the graph is
+    functional."""
     if any(is_reshaped(w) for _, w in inputs):
         refuse(Kind.RESIZED, None)
     written = [(storage(a), storage(w)) for a, w in inputs if is_written(w)]
@@ -258,7 +263,8 @@ def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None
             new.meta["tensor_dict"] = dict(old.meta["tensor_dict"])
     if hasattr(gm, "_param_name_to_source"):
         traced.__dict__["_param_name_to_source"] = {}
-    # Constants (`torch.tensor(2.0)` in the model) are traced as buffers, which need a source in AOTAutograd.
+    # Constants (`torch.tensor(2.0)` in the model) are traced as buffers, but AOTAutograd expects a source for
+    # each.
     for name, constant in list(traced.named_buffers(recurse=False)):
         delattr(traced, name)
         setattr(traced, name, constant)

@@ -1,9 +1,9 @@
-"""Dynamo's graph -> functional aten, each distinct call traced once.
+"""Translates Dynamo's graph to functional aten and traces each distinct call once.
 
-The calls of 64 experts, or of 48 layers, are the same few: what is costly about a trace is done for the first
-of them, alone, and its operators are copied for the others. Dynamo has the sizes of everything already.
-Writes are followed from call to call here; what cannot be followed so (a write through a view that others
-see, a nested graph) is `CannotCopy`, and the graph is traced as a whole.
+The calls of 64 experts, or of 48 layers, are the same few. The first of each kind is traced alone, which is
+the costly part; its operators are copied for the others. Dynamo already knows the sizes of everything. This
+file follows writes from call to call. If it cannot (a write through a view that others see, a nested graph),
+it raises `CannotCopy`, and the graph is traced as a whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ aten = torch.ops.aten
 
 _SCALARS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _CONTEXTS = (set_grad_enabled, enter_autocast, exit_autocast)
-"""Calls that change how later ones run, and are in no aten graph."""
+"""Calls that change how later calls run. They are not in an aten graph."""
 _ON_SCALARS = (aten.sym_size.int, aten._assert_scalar.default)
 _FORGETFUL = ("as_strided", "as_strided_", "set_", "resize_", "resize_as_", "untyped_storage")
 """Calls that reach memory outside the tensor, so aliasing cannot be tracked."""
@@ -55,41 +55,41 @@ class CannotCopy(Exception):
 
 @dataclass
 class _Call:
-    """One call of Dynamo's graph, and what it has in common with others."""
+    """One call of Dynamo's graph, and the properties by which it is compared with others."""
 
     node: fx.Node
     inputs: list[fx.Node]
-    """Tensors and symbolic numbers among its arguments, each once."""
+    """Tensors and symbolic numbers among its arguments, without repetition."""
     symbols: list[sympy.Symbol]
-    """Sizes that only the data knows: those of its inputs, then of its results."""
+    """Data-dependent sizes: those of its inputs, then of its results."""
     number: int | None
-    """Which expert: the n of x[n] or x == n."""
+    """The number of an expert: the n of x[n] or x == n."""
     key: Any
-    """Calls with one key differ in inputs, symbols and number only."""
+    """Calls with equal keys differ only in inputs, symbols and number."""
 
 
 @dataclass
 class _Template:
-    """A call, traced alone."""
+    """The trace of one call alone."""
 
     symbols: list[sympy.Symbol]
     placeholders: list[fx.Node]
     nodes: list[fx.Node]
     named: set[fx.Node]
-    """Nodes whose sizes have symbols of the call."""
+    """Nodes whose sizes contain symbols of the call."""
     outputs: list[Any]
     spec: pytree.TreeSpec
     writes: list[tuple[int, Any]]
-    """(which input, its new contents)"""
+    """(index of the input, its new contents)"""
     number: int | None
     lists: dict[fx.Node, list[fx.Node]]
-    """Nodes with several results, all of which are outputs, in this order."""
+    """Nodes with several results. All results are outputs, in this order."""
     places: dict[int, set[int]] | None = None
-    """Which arguments of which nodes are the number, once two traces have shown it."""
+    """The arguments of nodes that are the expert's number. Two traces with different numbers show them."""
 
 
 class Copier:
-    """`graph`: what `gm` computes, in functional aten."""
+    """Builds `graph`, which computes in functional aten what `gm` computes."""
 
     def __init__(
         self,
@@ -102,14 +102,14 @@ class Copier:
         self._fakes, self._mode, self._shape_env = fakes, fake_mode, _shape_env(fake_mode)
         self._order = {n: i for i, n in enumerate(gm.graph.nodes)}
         self._held: dict[fx.Node, Any] = dict(constants)
-        """Copy of each node of Dynamo's: a node, a Python number, or a tuple of those."""
+        """The copy of each of Dynamo's nodes: a node, a Python number, or a tuple of these."""
         self._templates: dict[Any, _Template] = {}
         self._kinds: dict[fx.Node, Any] = {}
         self._facts: dict[sympy.Symbol, Any] = {}
         self._sharing: dict[int, list[fx.Node]] = {}
-        """Nodes of Dynamo's by the memory their tensors are in."""
+        """Dynamo's nodes, by the memory of their tensors."""
         self._numbers: dict[sympy.Basic, fx.Node] = {}
-        """Who computes a symbolic number first."""
+        """The first node that computes a symbolic number."""
         self._autocasts: list[Any] = []
         self._check(gm)
 
@@ -150,12 +150,13 @@ class Copier:
                 elif node not in self._held:
                     self._held[node] = self._result(node)
                 self._share(node)
-        # Under Dynamo one that writes its code when that is read, not after each of Inductor's passes.
+        # Under Dynamo, use a module that writes its code when it is read, and not after each of Inductor's
+        # passes.
         return make_graph_module(torch.nn.Module(), self.graph)
 
     @contextlib.contextmanager
     def _end_autocasts(self) -> Iterator[None]:
-        """A graph that cannot be copied leaves no autocast behind."""
+        """End autocasts that are still open if the graph cannot be copied."""
         try:
             yield
         finally:
@@ -168,7 +169,7 @@ class Copier:
         return self._first(node)
 
     def _first(self, node: fx.Node) -> fx.Node:
-        """`node`, or who has computed the same number before."""
+        """Return `node`, or the earlier node that computed the same number."""
         number = node.meta.get("val")
         if not isinstance(number, (torch.SymInt, torch.SymFloat)):
             return node
@@ -180,7 +181,7 @@ class Copier:
                 self._sharing.setdefault(storage(x), []).append(node)
 
     def _finish(self, output: fx.Node) -> None:
-        """Writes to inputs become a `copy_` epilogue."""
+        """Turn writes to inputs into a `copy_` epilogue."""
         inputs = [n for n in self._held if n.op == "placeholder"]
         nodes = self.graph.find_nodes(op="placeholder")
         written = [
@@ -230,7 +231,7 @@ class Copier:
         return region
 
     def _scalar(self, node: fx.Node) -> Any:
-        """A call on symbolic numbers, which aten has as Dynamo has it."""
+        """Copy a call on symbolic numbers, which is the same in aten."""
         args = fx.node.map_arg(node.args, lambda n: self._held[n])
         if not any(isinstance(a, fx.Node) for a in args):
             return node.target(*args)  # type: ignore[operator]
@@ -240,9 +241,10 @@ class Copier:
         return self._first(new)
 
     def _attention(self, node: fx.Node) -> fx.Node | None:
-        """Attention stays one operator: which kernel torch takes depends on arguments that may change.
+        """Keep attention as one operator, because the kernel that torch chooses depends on arguments that may
+        change.
 
-        Not where autocast would change these first, or numbers are drawn.
+        Return None if autocast would change the arguments first, or random numbers are drawn.
         """
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._held[n])
         new = self.graph.call_function(aten.scaled_dot_product_attention.default, args, kwargs)
@@ -277,7 +279,7 @@ class Copier:
                 return "number", a < 0
             if a is None or isinstance(a, _CONSTANTS):
                 return type(a), repr(a)
-            return object()  # like no other
+            return object()  # equal to no other key
 
         what: Any = (node.op, node.target, of(node.args), of(node.kwargs), _autocast())
         bindings = node.meta.get("unbacked_bindings") or {}
@@ -295,7 +297,7 @@ class Copier:
         return _Call(node, list(inputs), list(symbols), number, key)
 
     def _kind(self, node: fx.Node, symbols: dict[sympy.Symbol, int]) -> Any:
-        """dtype, device, sizes and strides, without the names of sizes that only the data knows."""
+        """Return dtype, device, sizes and strides, without the names of data-dependent sizes."""
         if node not in self._kinds:
             x = example(node)
             if isinstance(x, _SCALARS):
@@ -308,7 +310,7 @@ class Copier:
         return what, tuple(s if isinstance(s, int) else _anonymous(s, symbols) for s in sizes)
 
     def _known(self, symbol: sympy.Symbol) -> Any:
-        """All that may make one symbol unlike another."""
+        """Return everything in which one symbol may differ from another."""
         if symbol not in self._facts:
             env, name = self._shape_env, {symbol: _STANDING_FOR[0]}
             asserts = sorted(str(a.xreplace(name)) for a in self._asserts.get(symbol, ()))
@@ -355,7 +357,8 @@ class Copier:
         )  # fmt: skip
 
     def _check_memory(self, call: _Call, inputs: Sequence[Any], outputs: list[Any]) -> None:
-        """Dynamo's tensors and these must be views of each other alike: writes are followed by Dynamo's."""
+        """Check that these tensors are views of each other exactly as Dynamo's are, because writes are
+        followed by Dynamo's."""
         if any(map(is_reshaped, inputs)):
             raise CannotCopy(f"{call.node.name} changes the shape of its input")
         expected = pytree.tree_leaves(example(call.node))
@@ -422,7 +425,7 @@ class Copier:
 
     @staticmethod
     def _known_outputs(template: _Template, call: _Call) -> dict[fx.Node, Any]:
-        """Return Dynamo's example values of a call's results."""
+        """Return Dynamo's example values for the results of a call."""
         known = dict(zip(template.outputs, pytree.tree_leaves(example(call.node))))
         return known | {n: type(n.meta["val"])([known[p] for p in ps]) for n, ps in template.lists.items()}
 
@@ -441,7 +444,8 @@ class Copier:
         raise CannotCopy(f"a {type(x).__name__} of sizes that only the data knows")
 
     def _write(self, call: _Call, target: fx.Node, contents: fx.Node) -> None:
-        """All that are the written tensor have the new contents; nobody else may look at its memory later."""
+        """Record a write: everything that is the written tensor gets the new contents. Nothing else may
+        read its memory later."""
         now = self._order[call.node]
         memory, place = storage(example(target)), _place(example(target))
         if any(n is not target and _is_tensor(n) and storage(example(n)) == memory for n in call.inputs):
@@ -466,13 +470,13 @@ _CONSTANTS = (
 _OF_ONE = (
     operator.getitem, operator.eq, operator.ne, operator.ge, operator.gt, operator.le, operator.lt,
     torch.eq, torch.ne, torch.ge, torch.gt, torch.le, torch.lt, "eq", "ne", "ge", "gt", "le", "lt",
-    "__eq__",  # what Dynamo of torch 2.11 makes of `==`
+    "__eq__",  # Dynamo of torch 2.11 uses this for `==`
 )  # fmt: skip
-"""Calls with a number that is the same to each value: no result has another size or form because of it."""
+"""Calls with a number whose value does not change the size or form of any result."""
 
 
 def _lists(nodes: list[fx.Node], outputs: list[Any]) -> dict[fx.Node, list[fx.Node]]:
-    """Such as `unbind`, of which `torch.where(mask)` gives each part."""
+    """Return nodes with several results, such as `unbind`, with the outputs that are their results."""
     found = {}
     for node in nodes:
         if type(node.meta.get("val")) in (list, tuple):
@@ -483,7 +487,8 @@ def _lists(nodes: list[fx.Node], outputs: list[Any]) -> dict[fx.Node, list[fx.No
 
 
 def _places(a: _Template, b: _Template) -> dict[int, set[int]] | None:
-    """Where two traces of a call with different numbers have these; None if they differ otherwise."""
+    """Return the arguments in which two traces of a call with different numbers differ. None if they
+    differ otherwise."""
     places: dict[int, set[int]] = {}
     twin = dict(zip(a.placeholders, b.placeholders))
     if len(a.nodes) != len(b.nodes):
@@ -511,7 +516,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _place(x: torch.Tensor) -> Any:
-    """Where a tensor lies in its memory."""
+    """Return the position of a tensor in its memory."""
     return x.dtype, _sizes((*x.shape, *x.stride(), x.storage_offset()))
 
 
@@ -553,5 +558,5 @@ def _name(node: fx.Node) -> str:
 
 
 def _shape_env(mode: FakeTensorMode) -> ShapeEnv:
-    """Sizes without symbols need none, and an empty one knows of none."""
+    """Return the mode's ShapeEnv, or an empty one if the sizes have no symbols."""
     return mode.shape_env if mode.shape_env is not None else ShapeEnv()

@@ -1,7 +1,7 @@
-"""Traces without writes, by AOTAutograd's functional tensors.
+"""Traces without writes, using AOTAutograd's functional tensors.
 
-`torch.func.functionalize` turns symbolic sizes into numbers in some composite operators (a linear layer with
-a bias).
+`torch.func.functionalize` does not serve: it turns symbolic sizes into numbers in some composite operators (a
+linear layer with a bias).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """The inputs, tensors as functional ones: operators on these leave no writes in a trace."""
+    """Yield the inputs with functional tensors in place of tensors. Operators on these leave no writes in
+    a trace."""
     with without_functionalization(), FunctionalTensorMode():
         with disable_proxy_modes_tracing():
             wrapped = [
@@ -49,19 +50,21 @@ def is_written(t: Any) -> bool:
 
 
 def is_reshaped(t: Any) -> bool:
-    """Whether the shape or strides of an input were changed in place."""
+    """Return whether the shape or strides of an input were changed in place."""
     return isinstance(t, FunctionalTensor) and has_new_shape(t)
 
 
 def storage(t: torch.Tensor) -> int:
-    """The memory a tensor is in: equal for views of each other."""
+    """Return a key for a tensor's memory. Views of each other have equal keys."""
     return (t.elem if isinstance(t, FunctionalTensor) else t).untyped_storage()._cdata
 
 
 def inline_constants(gm: fx.GraphModule) -> None:
-    """`torch.tensor([...])` in the model became an attribute; Inductor expects Dynamo's graphs to have none.
+    """Replace constants (`torch.tensor([...])` in the model), which became attributes. Inductor expects none
+    in Dynamo's graphs.
 
-    An empty DynamicCache starts with one, so every call of a transformers model that fills a cache does.
+    An empty DynamicCache starts with such a constant, so every call of a transformers model that fills a
+    cache has one.
     """
     attributes = list(gm.graph.find_nodes(op="get_attr"))
     for node in attributes:
@@ -71,7 +74,7 @@ def inline_constants(gm: fx.GraphModule) -> None:
         for user in list(node.users):
             if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
                 refuse(Kind.ATTRIBUTE, None, node.target)
-            # One number is filled in, which Inductor puts into the kernels that read it.
+            # A single number becomes a `full`, which Inductor puts into the kernels that read it.
             number = value.tolist()
             while isinstance(number, list) and len(number) == 1:
                 number = number[0]

@@ -1,8 +1,8 @@
-"""Regions that a model marks by `torch.compiler.nested_compile_region`, as if they were not marked.
+"""Inlines the regions that a model marks with `torch.compiler.nested_compile_region`.
 
-Dynamo keeps such a region as a graph of its own, which `invoke_subgraph` calls. Experts in it can only be
-read beside what surrounds them, and each call has weights of its own. Tracing the call itself would leave its
-aten operators in torch's cache of regions, where Inductor would take them for the region's decomposed ones.
+Dynamo keeps such a region as a graph of its own, which `invoke_subgraph` calls. Experts in a region can only
+be read together with the code around it, and each call has its own weights. Tracing the call itself would
+leave its aten operators in torch's cache of regions, where Inductor expects decomposed operators.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 
 
 def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy of Dynamo's graph in which regions are in place of their calls; `gm` itself, if it has none."""
+    """Copy Dynamo's graph with regions in place of their calls. Returns `gm` itself if it has no regions."""
     if not any(_is_region(n) for n in gm.graph.nodes):
         return gm
     made = fx.GraphModule(gm, fx.Graph())
@@ -27,7 +27,7 @@ def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def _put(made: fx.GraphModule, gm: fx.GraphModule, given: list[Any] | None) -> Any:
-    """Appends what `gm` computes to `made`; returns its results. given: its inputs, if it is a region."""
+    """Append what `gm` computes to `made`, and return its results. given: its inputs, if it is a region."""
     held: dict[fx.Node, Any] = {}
     inputs = iter(given or ())
 
@@ -59,7 +59,7 @@ def _is_region(node: fx.Node) -> bool:
 
 
 def _attribute(made: fx.GraphModule, gm: fx.GraphModule, name: str) -> str:
-    """The name in `made` of an attribute of `gm`'s."""
+    """Return the name in `made` of an attribute of `gm`."""
     value: Any = gm
     for part in name.split("."):
         value = getattr(value, part)

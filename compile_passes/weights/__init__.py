@@ -1,1 +1,1 @@
-"""Weights packed at run time, and those that a model holds in 4 bits already."""
+"""Weights that are packed at run time, and weights that a model already holds in 4 bits."""

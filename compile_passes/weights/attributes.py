@@ -1,7 +1,7 @@
-"""Parameters that a graph holds as attributes, which Dynamo makes of them under Inductor's `freezing`.
+"""Makes inputs of parameters that a graph holds as attributes, as it does under Inductor's `freezing`.
 
-They become inputs, as without it: packed, and packed anew when they change. The rewritten graph is then not
-frozen. One in which nothing is rewritten goes to Inductor as it was.
+As inputs they are packed, and packed again when they change. A rewritten graph is then not frozen. A graph in
+which nothing is rewritten goes to Inductor as it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .local_parts import copied
 def as_inputs(
     gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[fx.GraphModule, list[Any], list[torch.Tensor]]:
-    """A graph without such attributes, its inputs, and those of them, at the end, that were attributes."""
+    """Return a graph without such attributes, its inputs, and the former attributes, which are its last
+    inputs."""
     held: dict[str, torch.Tensor] = {**dict(gm.named_parameters(recurse=False))}
     held |= dict(gm.named_buffers(recurse=False))
     if not any(isinstance(x, torch.nn.Parameter) for x in held.values()) or is_precompiling():
@@ -49,5 +50,5 @@ _STATIC = {"_dynamo_static_input_type": "unguarded"}
 
 
 def with_held(call: Callable[..., Any], held: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """`call` of a graph for whose last inputs the caller has no arguments."""
+    """Wrap `call` to pass `held` as the last inputs, for which the caller has no arguments."""
     return (lambda *args: call(*args, *held)) if held else call

@@ -1,7 +1,7 @@
-"""Weights that a graph decodes from 4-bit codes, as `fp4.dequantize` of fixed inputs.
+"""Handles weights that a graph decodes from 4-bit codes: `fp4.dequantize` of fixed inputs.
 
-What stands between the inputs and the operator's arguments (views, stacks, a reciprocal) becomes a `Program`
-that runs once, when the operands are made.
+The operators between the inputs and the operator's arguments (views, stacks, a reciprocal) become a
+`Program`. It runs once, when the operands are made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ fp4 = torch.ops.fp4
 
 @dataclass(frozen=True)
 class Program:
-    """Fixed graph inputs -> the operands of `fp4.dequantize`; equal if the code is."""
+    """Computes the operands of `fp4.dequantize` from fixed graph inputs. Programs with the same code are
+    equal."""
 
     code: str
     format: str
@@ -43,7 +44,7 @@ class Program:
 
 
 def note_decoded(graph: fx.Graph, facts: Facts) -> None:
-    """Note the nodes that stand for weights held in 4 bits, and how these are read."""
+    """Note the nodes that are weights held in 4 bits, and how they are read."""
     inputs = facts.fixed - facts.mutated
     for node in graph.nodes:
         stored = _stored(node, inputs, facts) if is_op(node, fp4.dequantize) else None
@@ -69,7 +70,7 @@ def _stored(node: fx.Node, fixed: set[fx.Node], facts: Facts) -> Stored | None:
 def _extract(
     outputs: list[fx.Node], fixed: set[fx.Node]
 ) -> tuple[tuple[fx.Node, ...], fx.GraphModule] | None:
-    """(inputs, a program from them to three outputs), if these depend on fixed inputs and nothing else."""
+    """Return (inputs, a program from them to three outputs), if the outputs depend only on fixed inputs."""
     needed: set[fx.Node] = set()
     todo = list(outputs)
     while todo:

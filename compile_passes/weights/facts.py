@@ -1,4 +1,4 @@
-"""Facts of the weights of one graph, beside those that torch keeps in `node.meta`."""
+"""Facts about the weights of one graph, in addition to torch's in `node.meta`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ class Facts:
         return weight in self.stored
 
     def format_of(self, weight: fx.Node, format: str) -> str:
-        """The format of a weight that is in 4 bits already. Any other gets `format`."""
+        """Return the format of a weight that is already in 4 bits. Any other weight gets `format`."""
         return self.stored[weight].way.format if weight in self.stored else format
 
     def inputs_of(self, weight: fx.Node) -> tuple[fx.Node, ...]:
-        """The graph inputs that hold a weight: itself, or what the graph decodes it from."""
+        """Return the graph inputs that hold a weight: the weight itself, or the inputs from which the
+        graph decodes it."""
         return self.stored[weight].inputs if weight in self.stored else (weight,)
 
     def why_not_own(self, weight: fx.Node, site: fx.Node) -> Refusal | None:

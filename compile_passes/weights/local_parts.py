@@ -1,7 +1,7 @@
-"""DTensor parameters that a graph reads by `to_local()` alone: this process's part takes their place.
+"""Replaces DTensor parameters that a graph reads only by `to_local()` with this process's part.
 
-torchtitan's experts, and others that run their own kernels, begin so. Then the graph has ordinary weights.
-What it does with the other processes (its collectives) stays as it is.
+torchtitan's experts, and others that run their own kernels, begin with `to_local()`. After the replacement
+the graph has ordinary weights. Its exchange with the other processes (collectives) stays as it is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .sharded import gathered
 
 
 def see_through(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[Any], list[int]]:
-    """A graph, its inputs, and which of them are parts now; what was given, if none is."""
+    """Return a graph, its inputs, and the indices of inputs that are parts now. Unchanged if there are
+    none."""
     placeholders = gm.graph.find_nodes(op="placeholder")
     from_shards = gathered(x for x in inputs if isinstance(x, torch.nn.Parameter))
     parts = [
@@ -37,7 +38,7 @@ def see_through(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModu
         node, whole = nodes[i], given[i]
         given[i] = _local(whole)
         inner = getattr(known.get(whole), "inner_contexts", {}).get("_local_tensor")
-        if inner is not None:  # as Dynamo made its fake: the same symbols
+        if inner is not None:  # as Dynamo made its fake tensor, with the same symbols
             known[given[i]] = inner
         if (example := node.meta.get("example_value")) is not None:
             node.meta["example_value"] = example._local_tensor
@@ -62,20 +63,22 @@ def _local(x: Any) -> torch.Tensor:
 
 
 def _is_read_locally(node: fx.Node, x: Any) -> bool:
-    """Whether `to_local()` is all that is done with it, and gives the very tensor that it holds."""
+    """Return whether a DTensor is only used by `to_local()`, and this returns the very tensor that it
+    holds."""
     reads = [_reads_locally(u) and u.args == (node,) for u in node.users]
     return bool(reads) and all(reads) and type(_local(x)) is torch.Tensor
 
 
 def _reads_locally(node: fx.Node) -> bool:
-    """Whether it is `to_local()`; Dynamo of torch 2.11 has a function for it, which knows its arguments."""
+    """Return whether a node is `to_local()`. Dynamo of torch 2.11 uses a function for it that knows its
+    arguments."""
     if node.op == "call_method":
         return node.target == "to_local"
     return getattr(node.target, "__name__", "") == "prim_to_local"
 
 
 def given_parts(call: Callable[..., Any], parts: list[int]) -> Callable[..., Any]:
-    """`call` of a graph whose inputs at `parts` are parts, for those that have the DTensors there."""
+    """Wrap `call` of a graph whose inputs at `parts` are parts, for callers that have DTensors there."""
     if not parts:
         return call
 

@@ -1,4 +1,4 @@
-"""Where weights lie in memory, and what shows that they were written to there."""
+"""Looks at the memory of weights: where it is, and what shows that it was written to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def layout_of(t: torch.Tensor) -> tuple[Any, ...]:
 def memory_of(t: torch.Tensor) -> int:
     try:
         return t.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse, or on no device
+    except (RuntimeError, NotImplementedError):  # sparse tensors, or tensors on no device
         return 0
 
 
@@ -30,7 +30,8 @@ NO_MEMORY = (
 
 
 def has_memory(t: torch.Tensor) -> bool:
-    """Whether all its elements lie within its storage: `untyped_storage().resize_(0)` frees what is read."""
+    """Return whether all elements lie within the storage. `untyped_storage().resize_(0)` frees memory that
+    is still read."""
     if t.numel() == 0 or t.layout is not torch.strided or t.device.type == "meta":
         return True
     last = t.storage_offset() + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride()))
@@ -38,10 +39,10 @@ def has_memory(t: torch.Tensor) -> bool:
 
 
 def leaves_of(weights: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The plain tensors that weights are, or, of tensor subclasses, hold."""
+    """Return plain tensors: the weights themselves, or the tensors that a tensor subclass holds."""
     found: list[torch.Tensor] = []
     for w in weights:
-        if type(w) is FP4Tensor:  # the way below takes 2 us a weight, in each call of a graph
+        if type(w) is FP4Tensor:  # a shortcut: the general way takes 2 us a weight in each call
             found += w.inner_tensors()
         elif is_traceable_wrapper_subclass(w):
             found += leaves_of(getattr(w, name) for name in w.__tensor_flatten__()[0])
@@ -55,12 +56,11 @@ def shapes_of(weights: Iterable[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 def watch(weights: Iterable[torch.Tensor], gone: Callable[[Any], None], owned: bool) -> list[Any]:
-    """Weak references that call `gone` when the weights are gone.
+    """Create weak references that call `gone` when the weights are freed.
 
-    They go to the weights' memory, not to the tensors: `torch.utils.swap_tensors`, by which `load_state_dict`
-    and `Module.to` may replace what a parameter holds, refuses a tensor that anything refers to weakly. But
-    memory that is kept here never goes. So without `owned` (`packed.Entry.owned`, of what is kept) they go to
-    the tensors.
+    They refer to the weights' memory, not to the tensors: `load_state_dict` and `Module.to` may use
+    `torch.utils.swap_tensors`, which refuses a tensor with weak references. But memory that our packed
+    tensors share is never freed. So without `owned` (`packed.Entry.owned`) they refer to the tensors.
     """
     kept = [leaf.untyped_storage() for leaf in leaves_of(weights)] if owned else weights
     return [weakref.ref(x, gone) for x in kept]

@@ -16,7 +16,7 @@ from .specs import Spec
 
 
 class Entry:
-    """Known state of some weights, and the operands that they were packed into."""
+    """The known state of some weights, and the operands that they were packed into."""
 
     __slots__ = ("owned", "packed", "refs", "samples", "serial", "shapes", "states", "stores", "written")
 
@@ -28,21 +28,23 @@ class Entry:
         self.refs: list[Any] = []
         self.stores = frozenset(map(memory_of, leaves))
         self.written = False
-        # Before the weights are read to pack them: what is written meanwhile is then noticed later.
+        # The samples are taken before the weights are read, so that writes during the packing are noticed
+        # later.
         self.samples = Samples.of(leaves)
         self.serial = next(_serials)
         self.packed: tuple[torch.Tensor, ...] = ()
         self.owned = False
-        """Whether the packed tensors share no memory with the weights."""
+        """True if the packed tensors share no memory with the weights."""
 
     def holds(self, weights: tuple[torch.Tensor, ...]) -> bool:
-        """Whether these are the same weights, and nothing shows that they were written to."""
+        """Return whether these are the same weights, and nothing shows that they were written to."""
         if self.written or self.shapes != shapes_of(weights):
             return False
         return self.states == states_of(leaves_of(weights)) and not any(s.differs() for s in self.samples)
 
     def put(self, packed: tuple[torch.Tensor, ...], old: Entry | None) -> None:
-        """Keeps them where the old ones lie, so that CUDA graphs that were recorded read the new ones."""
+        """Store packed tensors in the memory of the old ones, so that recorded CUDA graphs read the new
+        ones."""
         self.packed, self.owned = packed, self.stores.isdisjoint(map(memory_of, packed))
         if old is None:
             return
@@ -59,10 +61,10 @@ _serials = itertools.count(1)
 
 
 class PackedWeights:
-    """Parameters -> packed tensors under one spec.
+    """Maps parameters to packed tensors of one spec.
 
-    An entry holds while the Parameters are the same objects in the same memory, and nothing shows that they
-    were written to: neither `_version`, nor an optimizer (`note_writes`), nor a sample of what they hold.
+    An entry is valid while the Parameters are the same objects in the same memory, and nothing shows that
+    they were written to: neither `_version`, nor an optimizer (`note_writes`), nor a sample of their bytes.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -74,7 +76,8 @@ class PackedWeights:
         return self.entry(weights).packed
 
     def entry(self, weights: tuple[torch.Tensor, ...], but: int = 0) -> Entry:
-        """Packed anew unless it holds; `but`: the serial of an entry that does not, whatever it shows."""
+        """Return a valid entry, packed again if necessary. `but`: the serial of an entry that is not
+        valid, whatever it shows."""
         key = tuple(map(id, weights))
         entry = self._entries.get(key)
         if entry is not None and entry.serial != but and entry.holds(weights):
@@ -95,17 +98,19 @@ class PackedWeights:
             del self._entries[key]
 
     def note_writes(self, stores: set[int]) -> bool:
-        """Whether any of these weights lie in memory that was written to: they are packed anew then."""
+        """Return whether any of these weights are in memory that was written to. They are then packed
+        again."""
         found = [e for e in list(self._entries.values()) if not e.stores.isdisjoint(stores)]
         for entry in found:
             entry.written = True
         return bool(found)
 
     def refresh(self, tensors: Mapping[int, torch.Tensor]) -> int:
-        """Packs anew what is made of these weights (by id): now, or when it is used if others are in it."""
+        """Pack again everything that is made of these weights (by id): now, or at the next use if it has
+        other weights, too."""
         done = 0
         for key, entry in list(self._entries.items()):
-            found = (tensors[i] for i in key if i in tensors)  # an id may be that of another tensor by now
+            found = (tensors[i] for i in key if i in tensors)  # an id may belong to another tensor by now
             weights = tuple(w for w in found if not entry.stores.isdisjoint(map(memory_of, leaves_of([w]))))
             if len(weights) == len(key):
                 self.entry(weights, entry.serial)
@@ -114,12 +119,12 @@ class PackedWeights:
         return done
 
     def of(self, weights: Iterable[torch.Tensor]) -> set[int]:
-        """The ids of those weights of which something is kept."""
+        """Return the ids of those weights for which something is stored."""
         stores: dict[int, set[int]] = {}
         for key, entry in list(self._entries.items()):
             for i in key:
                 stores.setdefault(i, set()).update(entry.stores)
-        # An id may be that of another tensor by now, as memory may outlive the parameter that was packed.
+        # An id may belong to another tensor by now, because memory may outlive the parameter that was packed.
         known = [w for w in weights if id(w) in stores]
         return {id(w) for w in known if not stores[id(w)].isdisjoint(map(memory_of, leaves_of([w])))}
 
@@ -134,7 +139,8 @@ _stores: dict[Spec, PackedWeights] = {}
 
 
 def store(spec: Spec) -> PackedWeights:
-    """The one cache for this spec: prefill, decode and regional graphs share their packed weights."""
+    """Return the single cache for this spec. Prefill, decode and regional graphs share their packed
+    weights."""
     return _stores.setdefault(spec, PackedWeights(spec))
 
 
@@ -142,7 +148,7 @@ def store(spec: Spec) -> PackedWeights:
 
 
 class NoticedWrites:
-    """`last` is another object after each write that was noticed: then every store is asked again."""
+    """`last` becomes a new object after each noticed write. Every store is then asked again."""
 
     last = object()
 
@@ -160,8 +166,10 @@ def note_writes(tensors: Iterable[Any]) -> None:
 
 
 def _after_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Fused optimizers leave the versions of parameters alone, and a small step may leave a sample alone."""
-    if not torch.compiler.is_compiling():  # then the graph that writes counts as a write by itself
+    """Note a step of an optimizer. Fused optimizers do not change versions, and a small step may change no
+    sample."""
+    # While compiling, the graph that writes counts as a write by itself.
+    if not torch.compiler.is_compiling():
         note_writes(p for group in optimizer.param_groups for p in group["params"])
 
 
@@ -185,12 +193,12 @@ def refresh(model: torch.nn.Module) -> int:
 
 
 def packed_ids(weights: Sequence[torch.Tensor]) -> set[int]:
-    """The ids of those weights of which something is packed."""
+    """Return the ids of those weights from which something is packed."""
     return set().union(*(kept.of(weights) for kept in list(_stores.values())))
 
 
 def forget_packed() -> None:
-    """Nothing that was packed is used again."""
+    """Forget everything that was packed."""
     NoticedWrites.record()
     for kept in list(_stores.values()):
         kept.clear()

@@ -1,8 +1,8 @@
-"""Weights that a model holds in 4 bits already: their codes and block scales are taken bit for bit.
+"""Handles weights that a model holds in 4 bits already: their codes and block scales are used bit for bit.
 
 `FP4Tensor` and torchao's `NVFP4Tensor` and `MXTensor` are graph inputs. The passes see an ordinary tensor of
-the same shape in their place; what a product becomes then takes its operands from the real one. Weights that
-the graph itself decodes are found by decoded.py.
+the same shape in their place. When a product is rewritten, its operands come from the real tensor. decoded.py
+finds weights that the graph itself decodes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ Parts = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Prequantized:
-    """How the graph inputs behind one weight are read."""
+    """Describes how the graph inputs of one weight are read."""
 
     kind: str
     format: str
     parts: Callable[..., Parts]
-    """Takes the `inputs` tensors, gives the plain layout."""
+    """Converts the `inputs` tensors to the plain layout."""
     transposed: bool = False
-    """The dimension along which it is quantised is the last but one."""
+    """True if it is quantised along the last dimension but one."""
     inputs: int = 1
     scale_dtype: torch.dtype | None = None
-    """Dtype of the block scales, if the format leaves a choice."""
+    """The dtype of the block scales, if the format allows several."""
 
 
 def prequantized(x: Any) -> Prequantized | None:
-    """How a tensor subclass is read; None if it is no 4-bit tensor that is known here.
+    """Return how a tensor subclass is read. None if it is not a known 4-bit tensor.
 
-    Raises Refused where reading it would change its values."""
+    Raises Refused if reading it would change its values.
+    """
     if isinstance(x, FP4Tensor):
         choice = len(FORMATS[x.format].scale_dtypes) > 1
         return Prequantized(
@@ -56,7 +57,8 @@ def prequantized(x: Any) -> Prequantized | None:
 
 
 def stand_in(x: Tensor) -> Tensor:
-    """An ordinary tensor of the same shape and dtype; made under a fake mode, so it holds nothing."""
+    """Return an ordinary tensor of the same shape and dtype. It is made under a fake mode, so it holds no
+    data."""
     return torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
 
 
@@ -64,11 +66,12 @@ def _fp4(w: FP4Tensor) -> Parts:
     return relayout(w._operands(), w.format, w.k, w.weight_layout, "plain")
 
 
-# --- torchao, whose classes are known by name: it need not be installed ---
+# --- torchao. Its classes are recognised by name, because it need not be installed. ---
 
 
 def _torchao_plain(w: Any) -> Parts:
-    """(packed, block_scale, per_tensor_scale) in row-major order, whether or not the scales are swizzled."""
+    """Return (packed, block_scale, per_tensor_scale) in row-major order, whether or not the scales are
+    swizzled."""
     packed, scale = w.qdata, w.scale
     if _is_transposed(w):
         packed, scale = packed.transpose(-2, -1), scale.transpose(-2, -1)
@@ -81,7 +84,8 @@ def _torchao_plain(w: Any) -> Parts:
 
 
 def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
-    """Block scales [rows, blocks] from cuBLAS' order: tiles of 128 x 4, in each row 32 i + j at (j, i)."""
+    """Return block scales [rows, blocks] from cuBLAS' order: tiles of 128 x 4, in which row 32 i + j is at
+    (j, i)."""
     tall, wide = -(-rows // 128), -(-blocks // 4)
     tiles = scale.reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
     return tiles.reshape(tall * 128, wide * 4)[:rows, :blocks]
@@ -96,7 +100,8 @@ def _nvfp4_tensor(w: Any) -> Prequantized:
 
 
 def _kind(w: Any) -> str:
-    """How activations are quantised is the backend's option, not the weight's."""
+    """Return the kind of a tensor without the quantisation of its activations, which is the backend's
+    option."""
     own = " (its act_quant_kwargs give way to the option `activation`)" if w.act_quant_kwargs else ""
     return f"torchao {type(w).__name__}{own}"
 
@@ -116,11 +121,12 @@ _TORCHAO: dict[str, Callable[[Any], Prequantized]] = {"NVFP4Tensor": _nvfp4_tens
 
 @dataclass(frozen=True)
 class StoredSpec:
-    """Operands [E, parts * n, k] put together from weights in 4 bits: stacked, reordered, never decoded.
+    """Operands [E, parts * n, k] that are put together from weights in 4 bits: stacked, reordered, never
+    decoded.
 
-    Parts of one expert that have global scales of their own (gate and up) are stored under the first one's;
-    `rescale`, of the down weight, then has for each expert that (gate, up) pair, and the missing factor
-    up / gate goes into its global scale. That is exact as long as the activation is linear in up.
+    If the parts of an expert have different global scales (gate and up), they are stored under the first
+    one's. The down weight's `rescale` then has that (gate, up) pair for each expert, and the missing factor
+    up / gate is multiplied into down's global scale. That is exact as long as the activation is linear in up.
     """
 
     format: str
@@ -136,7 +142,7 @@ class StoredSpec:
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         e, n, k = self.assembly.shape
-        dtypes = {h.scale_dtype for h in self.sources}  # of several, the widest
+        dtypes = {h.scale_dtype for h in self.sources}  # of several dtypes, take the widest
         scale_dtype = dtypes.pop() if len(dtypes) == 1 else FORMATS[self.format].wide_scale_dtype
         return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k, scale_dtype)
 
@@ -168,7 +174,7 @@ class StoredSpec:
         return torch.stack(rows, 1).flatten(0, 1) if self.assembly.interleaved else torch.cat(rows)
 
     def _piece(self, parts: list[Parts], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes [n, K/2], block scales, global scale []) of one part of one expert."""
+        """Return (codes [n, K/2], block scales, global scale []) of one part of one expert."""
         packed, scale, global_scale = parts[piece.source]
         lead = tuple(i for what, i, *_ in piece.at if what == "at")
         ((start, step),) = [rest for what, *rest in piece.at if what == "n"]
@@ -183,9 +189,10 @@ class StoredSpec:
 def stored_spec(
     sources: Sequence[fx.Node], ways: tuple[Prequantized, ...], assembly: Assembly, layout: str, site: fx.Node
 ) -> StoredSpec:
-    """The spec for weights that are all in 4 bits, in one format, and used along the right dimension.
+    """Return the spec for weights that are all in 4 bits, in one format, and used along the right dimension.
 
-    ways: how those of the sources are read that are in 4 bits."""
+    ways: how to read the sources that are in 4 bits.
+    """
     need(len(ways) == len(sources), Kind.SOME_IN_4_BITS, site)
     formats = sorted({h.format for h in ways})
     need(len(formats) == 1, Kind.FORMATS_DIFFER, site, tuple(formats))
@@ -201,7 +208,7 @@ def stored_spec(
 
 
 def own_scales(spec: StoredSpec) -> bool:
-    """Whether the parts of an expert may differ in their global scales."""
+    """Return whether the parts of an expert may have different global scales."""
     if not FORMATS[spec.format].has_global_scale:
         return False
 

@@ -1,4 +1,4 @@
-"""Makes the callable that Dynamo gets: a graph, called with packed weights in place of a model's own."""
+"""Makes the callable that Dynamo gets. It calls a graph with packed weights in place of the model's own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .specs import Spec
 
 @dataclass(frozen=True)
 class Swap:
-    """Graph inputs `indices` make up a weight; its packed tensors follow the other inputs, in order."""
+    """The graph inputs `indices` are one weight. Its packed tensors come after the other inputs, in order."""
 
     indices: tuple[int, ...]
     spec: Spec
@@ -40,19 +40,20 @@ class Swap:
 
 
 Undo = tuple[tuple[int, int], ...]
-"""(input, number): a graph adds the number to that input of its own. It is taken back before a second run."""
+"""(input, number) pairs: the graph adds the number to that input in place. The addition is undone before a
+second run."""
 
 
 def runtime(
     compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], undo: Undo | None = None
 ) -> Callable[..., Any]:
-    """The callable Dynamo gets: packed tensors are looked up, unused originals dropped.
+    """Return the callable for Dynamo. It looks up packed tensors and drops unused originals.
 
-    `undo`: what makes it right to run the graph twice for one call (emit/repeat.py). Then a GPU need not say
-    beforehand whether weights have changed: the host asks when the graph's kernels are under way, and runs
-    them again if they have. None: it may not run twice.
+    `undo` makes it correct to run the graph twice for one call (emit/repeat.py). The GPU then need not say
+    beforehand whether weights have changed: the host asks while the graph's kernels run, and runs them again
+    if weights have changed. None: the graph must not run twice.
 
-    Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole: the kernel that
+    Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole. The kernel that
     refuses gradients is Python and costs each operator call 8 us.
     """
     kept, lookup = _getter(keep), _Lookup(swaps)
@@ -63,7 +64,7 @@ def runtime(
             args[keep[i]].sub_(number)
 
     def run(*args: Any) -> Any:
-        # Dual tensors are not guarded against, and their tangents would be lost below autograd.
+        # Guards do not check for dual tensors, and their tangents would be lost below autograd.
         if gradients.has_tangent(args):
             gradients.refuse_tangent('a model compiled with backend="fp4"', "call the model uncompiled")
         packed, unsure = lookup.get(args, undo is not None)
@@ -104,7 +105,7 @@ class _Met:
 
 
 class _Unsure:
-    """A call that has begun with what was packed before: whether its weights changed is asked later."""
+    """A call that has begun with earlier packed weights. Whether its weights have changed is asked later."""
 
     __slots__ = ("_args", "_begun", "_lookup", "_met", "_suspect")
 
@@ -115,7 +116,7 @@ class _Unsure:
     def differ(self) -> bool:
         weights = self._lookup.weights(self._args)
         if self._met.key != _key(weights) or self._met.states != _states(weights):
-            return True  # and what the samples are of may be gone
+            return True  # the sampled memory may be freed by now
         if any([c.differs() for c in self._begun]):
             self._suspect = self._met.serials
         return len(self._suspect) > 0
@@ -125,11 +126,11 @@ class _Unsure:
 
 
 class _Lookup:
-    """The packed tensors of all swaps, in order, for a graph's arguments.
+    """Finds the packed tensors of all swaps, in order, for a graph's arguments.
 
-    One comparison checks the address and version of every weight that was met before, and one their samples:
-    asking each store takes microseconds a weight, before every step. Nothing is kept
-    longer than they live.
+    One comparison checks the address and version of every weight that was seen before, and one compares their
+    samples. Asking each store would take microseconds for each weight before every step. Nothing is kept
+    longer than the weights live.
     """
 
     def __init__(self, swaps: list[Swap]) -> None:
@@ -138,10 +139,10 @@ class _Lookup:
         self.weights = _getter(sorted({i for s in swaps for i in s.indices}))
         self._met: dict[tuple[int, ...], _Met] = {}
         self._only: _Met | None = None
-        """Where there is one."""
+        """The entry, if there is only one."""
         self.on_gpu = False
         self.ran = 0
-        """The number of the watched call in which the graph ran last."""
+        """The number of the watched call in which the graph last ran."""
         _lookups.add(self)
 
     def get(self, args: Sequence[Any], may_repeat: bool = False) -> tuple[_Packed, _Unsure | None]:
@@ -161,14 +162,14 @@ class _Lookup:
         return met.packed, None
 
     def ask(self, args: Sequence[Any], but: Sequence[int]) -> _Packed:
-        """Asks each store. `but`: the serials of entries that are not to be trusted.
+        """Ask each store. `but`: the serials of entries that are not to be trusted.
 
-        A sample of one weight that differs makes all of the graph suspect: who changes one changes others, of
-        which the samples may have missed it.
+        If a sample of one weight differs, all weights of the graph are suspect: a program that changes one
+        usually changes others, and the samples may have missed those.
         """
         weights = self.weights(args)
         key = _key(weights)
-        self._forget(key)  # what is packed anew takes the place of the old
+        self._forget(key)  # newly packed tensors replace the old ones
         writes, states, suspect = NoticedWrites.last, _states(weights), set(but)
         entries = []
         for swap, (chosen, kept) in zip(self._swaps, self._stores):
@@ -185,7 +186,7 @@ class _Lookup:
         return met.packed
 
     def met(self) -> list[tuple[int, ...]]:
-        """The ids of all weights that were met."""
+        """Return the ids of all weights that were seen."""
         return list(self._met)
 
     def _forget(self, key: tuple[int, ...]) -> None:
@@ -211,7 +212,7 @@ _lookups: weakref.WeakSet[_Lookup] = weakref.WeakSet()
 
 
 class Calls:
-    """Numbers the calls that are watched, so that it can be told which graphs ran in one."""
+    """Numbers the watched calls, to know which graphs ran in a call."""
 
     number = 0
 
@@ -223,7 +224,7 @@ class Calls:
 
 
 def packed_since(number: int) -> set[int]:
-    """The ids of weights of which something packed was used since that call began."""
+    """Return the ids of weights whose packed tensors were used since that call began."""
     return {i for lookup in list(_lookups) if lookup.ran >= number for key in lookup.met() for i in key}
 
 
@@ -239,7 +240,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 
 def forget_all() -> None:
-    """torch.compiler.reset(): nothing that was packed is used again."""
+    """Forget everything that was packed, for torch.compiler.reset()."""
     forget_packed()
     for lookup in list(_lookups):
         lookup.clear()

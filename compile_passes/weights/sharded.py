@@ -1,7 +1,8 @@
-"""Parameters that a sharding library gathers anew for each call: in 4 bits they would be packed at each call.
+"""Finds parameters that a sharding library gathers anew for each call. In 4 bits each call would pack them
+again.
 
-They lie in memory that is used again for others, their versions say nothing, and what a rank packs would
-depend on which calls it made before. They stay as they are.
+Their memory is reused for other parameters, their versions say nothing, and what a rank packs would depend on
+its earlier calls. They keep their original weights.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import nn
 
 
 def gathered(tensors: Iterable[torch.Tensor]) -> dict[int, str]:
-    """id -> the library, for each of these that is gathered for a call."""
+    """Return id -> library for each of these tensors that is gathered for a call."""
     fsdp2 = {id(p): "FSDP" for p in _unsharded()}
     found = {}
     for t in tensors:
@@ -45,7 +46,7 @@ def _unsharded() -> Iterable[nn.Parameter]:
 
 
 def is_flat(source: Any) -> bool:
-    """Whether Dynamo says that an input is of a module under FSDP's first version."""
+    """Return whether Dynamo says that an input belongs to a module under FSDP's first version."""
     guard = getattr(source, "guard_source", None)
     guard = guard() if callable(guard) else guard  # a method in older torch
     return guard is not None and guard.is_fsdp_module()

@@ -1,4 +1,7 @@
-"""How graph inputs are made of a model's weights: quantised and put in order, or joined from many."""
+"""Describes how graph inputs are made from a model's weights.
+
+Weights are quantised and reordered, or joined from many.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from ...meta.layouts import LAYOUTS, packed_spec
 class Piece:
     """A part of parameter `source`, [n, k] or for a bias [n].
 
-    `at` says what each of the parameter's dimensions is: ("at", i), one place; ("n", start, step) or
-    ("k", start, step), a slice that becomes that dimension of the piece; ("both", start, n's step, k's step),
-    the only one of a parameter with one dimension, which holds both.
+    `at` describes each of the parameter's dimensions. ("at", i) is one place. ("n", start, step) and ("k",
+    start, step) are slices that become that dimension of the piece. ("both", start, n's step, k's step) is
+    the only dimension of a parameter and holds both.
     """
 
     source: int
@@ -44,13 +47,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A weight [E, parts * n, k] put together from many parameters: for each expert its parts, in order."""
+    """A weight [E, parts * n, k] that is put together from many parameters: for each expert its parts, in
+    order."""
 
     experts: tuple[tuple[Piece, ...], ...]
     n: int
     k: int
     interleaved: bool = False
-    """Rows of the parts alternate, as a fused activation may want gate and up."""
+    """True if rows of the parts alternate, as a fused activation may want gate and up."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -59,7 +63,7 @@ class Assembly:
 
     @staticmethod
     def of_one(e: int, n: int, k: int, transposed: bool) -> Assembly:
-        """One parameter as it is."""
+        """Return the assembly of one parameter without changes."""
         rows: tuple[tuple[Any, ...], ...] = (
             (("k", 0, 1), ("n", 0, 1)) if transposed else (("n", 0, 1), ("k", 0, 1))
         )
@@ -74,7 +78,8 @@ class Assembly:
         return torch.stack(rows)
 
     def whole(self, shapes: list[tuple[int, ...]]) -> bool | None:
-        """None unless it is one parameter as it is; then whether that is stored transposed, [E, K, N]."""
+        """Return whether a single unchanged parameter is stored transposed, [E, K, N]. None for anything
+        else."""
         count, order = len(self.experts[0]), [what for what, *_ in self.experts[0][0].at[1:]]
         transposed = order == ["k", "n"]
         e, n, *k = self.shape
@@ -93,8 +98,8 @@ class Assembly:
 class PackSpec:
     """How a weight is packed.
 
-    `transposed`: stored as [E, K, N]. `assembly`: put together first. `interleave`: rows of all gates,
-    then all ups, become gate 0, up 0, gate 1, ...
+    `transposed`: it is stored as [E, K, N]. `assembly`: how it is put together first. `interleave`: rows of
+    all gates, then all ups, become gate 0, up 0, gate 1, ...
     """
 
     format: str
@@ -108,7 +113,7 @@ class PackSpec:
         return len(packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (1,), 1, 1))
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of the packed tensors of a weight stored with this shape."""
+        """Return shape and dtype of the packed tensors of a weight that is stored with this shape."""
         if self.assembly is not None:
             stored = self.assembly.shape
         e, n, k = (stored[0], stored[2], stored[1]) if self.transposed else stored
@@ -118,7 +123,7 @@ class PackSpec:
         return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
 
     def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Quantise and reorder; the result is no inference tensor whatever mode the caller is in."""
+        """Quantise and reorder. The result is never an inference tensor, in whatever mode the caller is."""
         with torch.inference_mode(False), torch.no_grad():
             w = self.assembly.build(*weights) if self.assembly is not None else weights[0].detach()
             if self.transposed:
@@ -135,7 +140,7 @@ class PackSpec:
 
 @dataclass(frozen=True)
 class JoinSpec:
-    """Biases of many parameters as one tensor [E, N], not packed."""
+    """Joins biases of many parameters to one tensor [E, N], without packing."""
 
     assembly: Assembly
     dtype: torch.dtype
@@ -152,15 +157,16 @@ class JoinSpec:
 
 
 class Spec(Protocol):
-    """How graph inputs are made of weights: PackSpec, JoinSpec and prequantized.StoredSpec; a key."""
+    """Describes how graph inputs are made from weights: PackSpec, JoinSpec and prequantized.StoredSpec.
+    Serves as a key."""
 
     @property
     def tensors(self) -> int: ...
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each input, for a weight that is stored with this shape."""
+        """Return shape and dtype of each input, for a weight that is stored with this shape."""
 
     def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The inputs."""
+        """Make the inputs."""
 
     def __hash__(self) -> int: ...
