@@ -8,7 +8,7 @@
 # make test-vllm  serves 4-bit folders in vLLM's engine, in an environment that it makes from PyPI into a cache
 # make test-archs  compiles Triton's kernels for seven architectures of GPUs; what a kernel needs must be there
 # make test-archs-all  every candidate in every format (long: some thousands of kernels)
-# make test-kernels  compiles the CUDA kernels for GPUs other than Hopper, and looks into them (ARCHS=all: all of them)
+# make test-kernels  compiles the CUDA kernels for GPUs other than Hopper, and looks into them (ARCHS=all: each for all)
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make test-sanitized  tests the CPU's operators under gcc's AddressSanitizer and UndefinedBehaviorSanitizer
 # make dev        builds what tests and tools see of host-only C++: a module of pybind11, which no wheel has
@@ -39,6 +39,8 @@ demo-full: $(VENV)/built
 
 # One in how many of these tests is run, others each time: make test-more DRAW=2
 DRAW := 1
+# Python keeps what it compiled: each test and each process that it starts would compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 test: TESTS = -m "not more and not real and not tools and not vllm and not archs and not archs_all and not aarch64"
 test-more: TESTS = -m "more and not real and not tools and not vllm and not archs and not archs_all and not aarch64"
 test-all: TESTS = -m "not real and not tools and not vllm and not archs and not archs_all and not aarch64"
@@ -48,7 +50,7 @@ test test-more test-archs test-archs-all test-all: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --draw $(DRAW) $(TESTS)
 
 test-real: $(VENV)/tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m real tests/real
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --draw $(DRAW) -m real tests/real
 
 test-tools: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
@@ -65,7 +67,7 @@ test-hopper: $(VENV)/dev
 # Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
 test-sanitized: TESTS = $(wildcard tests/operators/test_ops_*.py) tests/kernels_cpu/test_cpu_dispatch.py tests/kernels_cpu/test_parallel.py tests/kernels_cuda/test_sm90_layout.py tests/compile_passes/dynamo/test_row_numbers.py
 test-sanitized: $(VENV)/tests
-	@OMP_NUM_THREADS=1 $(BIN)/python release/sanitized.py -m pytest -q -n auto --dist worksteal -p no:cacheprovider \
+	@OMP_NUM_THREADS=1 $(BIN)/python release/sanitized.py -m pytest -q -n auto --dist worksteal -p no:cacheprovider --draw $(DRAW) \
 	-m "not more and not gpu" $(addprefix $(CURDIR)/,$(TESTS)); status=$$?; \
 	if [ $$status = 75 ]; then echo "SKIPPED make test-sanitized, for the reason above"; else exit $$status; fi
 
@@ -99,7 +101,7 @@ test-aarch64: $(VENV)/tests $(VENV)/auditwheel
 	if [ $$status = 75 ]; then echo "SKIPPED make test-aarch64, for the reason above"; \
 	elif [ $$status != 0 ]; then exit $$status; \
 	else $(BIN)/python release/wheels.py --machine aarch64 && \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m aarch64 tests/kernels_cpu/test_aarch64.py; fi
+	FP4_EMULATED_DRAW=$(DRAW) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m aarch64 tests/kernels_cpu/test_aarch64.py; fi
 
 bench: $(VENV)/built
 	$(PIP) install -q -c constraints.txt '.[bench]' --no-build-isolation

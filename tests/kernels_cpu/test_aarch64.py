@@ -44,6 +44,7 @@ def emulated(tmp_path_factory) -> Emulated:
 def test_operators(emulated, file):
     """On the best kernels: sdot, smmla, bfdot and bfmmla."""
     options = ["-q", "-p", "no:cacheprovider", "-m", "not more", "--rootdir", str(ROOT)]
+    options += ["--draw", os.environ.get("FP4_EMULATED_DRAW", "1")]
     done = emulated.python("-m", "pytest", *options, str(TESTS / "operators" / file))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)

@@ -1,7 +1,8 @@
 """The kernels of `_sm80.so` as machine code of each GPU they are built for: `make test-kernels`.
 
-Every file is compiled for compute capability 8.0 and for another, drawn each time, or for those that
-FP4_KERNEL_ARCHS names ("all"). Objects are those of a build (build/sm80), where there are any.
+Every file is compiled once: half of them for compute capability 8.0, the others for another one, both
+drawn each time. Or all are, for each that FP4_KERNEL_ARCHS names ("all"). Objects are those of a build
+(build/sm80), where there are any.
 """
 
 import os
@@ -34,26 +35,25 @@ def setup() -> dict:
         return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def archs() -> list[str]:
-    if not ASKED:
-        return ["80"]
-    names = list(setup()["MMA"].archs)
-    if ASKED == "all":
-        return names
-    if ASKED != "drawn":
-        return ASKED.split(",")
-    return ["80", random.choice([name for name in names if name != "80"])]
+def drawn(library) -> dict[str, list[Path]]:
+    """Architecture -> the sources that are compiled for it."""
+    if ASKED == "drawn":
+        files = random.sample(library.sources, len(library.sources))
+        other = random.choice([name for name in library.archs if name != "80"])
+        return {"80": files[::2], other: files[1::2]}
+    return dict.fromkeys(library.archs if ASKED == "all" else ASKED.split(","), library.sources)
 
 
-@pytest.fixture(scope="module", params=archs())
-def objects(request, monkeypatch_module):
-    """The architecture, and of each source its object."""
+@pytest.fixture(scope="module")
+def objects(monkeypatch_module) -> dict[str, list[Path]]:
+    """Architecture -> the objects of its sources."""
     monkeypatch_module.chdir(ROOT)
     found = setup()
-    library = found["MMA"]
-    command = [NVCC, *library.flags([request.param])]
-    made = found["compile_all"](command, library.sources, library.headers, Path("build/sm80", request.param))
-    return request.param, [Path(object) for object in made]
+    library, made = found["MMA"], {}
+    for arch, sources in drawn(library).items():
+        command = [NVCC, *library.flags([arch])]
+        made[arch] = found["compile_all"](command, sources, library.headers, Path("build/sm80", arch))
+    return {arch: [Path(file) for file in files] for arch, files in made.items()}
 
 
 @pytest.fixture(scope="module")
@@ -81,27 +81,38 @@ def of_kernels(objects, *options: str, pattern: str) -> dict[str, str]:
 def test_instructions(objects):
     """Tensor cores multiply bfloat16 or float16 to float32, or int8 to int32; weights come 16 bytes at a
     time, and do not stay in L1."""
-    code = of_kernels(objects[1], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
+    code = {
+        (arch, name): body
+        for arch, files in objects.items()
+        for name, body in of_kernels(
+            files, "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)"
+        ).items()
+    }
     seen, elements = set(), set()
-    for name, body in code.items():
+    for (arch, name), body in code.items():
         kernel = next((k for k in ("decode_kernel", "gemv_kernel", "prefill_kernel") if k in name), None)
         if kernel is None:
             continue
         seen.add(kernel)
         elements.add(products_of(name))
-        assert re.search(products_of(name), body), name
+        assert re.search(products_of(name), body), (arch, name)
         copies = r"LDGSTS\S*128" if kernel == "prefill_kernel" else r"LDG\.E\.NA\.128\.CONSTANT"
-        assert re.search(copies, body), name
+        assert re.search(copies, body), (arch, name)
     assert seen == {"decode_kernel", "gemv_kernel", "prefill_kernel"} and len(elements) == 3
 
 
 def test_registers_and_memory(objects):
-    arch, files = objects
-    usage = of_kernels(files, "-res-usage", pattern=r"Function (\S+):\s*\n\s*(REG:[^\n]*)")
-    for name, text in usage.items():
+    usage = {
+        (arch, name): text
+        for arch, files in objects.items()
+        for name, text in of_kernels(
+            files, "-res-usage", pattern=r"Function (\S+):\s*\n\s*(REG:[^\n]*)"
+        ).items()
+    }
+    for (arch, name), text in usage.items():
         used = {k: int(v) for k, v in re.findall(r"(\w+)(?:\[\d+\])?:(\d+)", text)}
         # decode with many warps keeps its place among its runs in memory, outside of products; a tile of fp16
         # rows needs a few registers more than sm_100 leaves it.
         spills = "decode" in name or ("8MmaWords" in name and "ElementE1E" in name)
-        assert used["STACK"] + used["LOCAL"] <= (64 if spills else 32), (name, used)
-        assert used["SHARED"] <= SHARED.get(arch, 101376), (name, used)
+        assert used["STACK"] + used["LOCAL"] <= (64 if spills else 32), (arch, name, used)
+        assert used["SHARED"] <= SHARED.get(arch, 101376), (arch, name, used)

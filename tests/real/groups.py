@@ -110,22 +110,23 @@ def worker(*arguments: str) -> list[str]:
 
 
 @functools.cache
-def _run(name: str) -> dict[str, dict[str, Any]]:
-    """Run a group's cases in one process. Return the outcomes by name."""
+def _run(name: str, chosen: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Run a group's cases, all or those chosen, in one process. Return the outcomes by name."""
     group = load(name)
     folder = installs.installed(name, group.requirements)
     env = installs.environment(folder, HERE, HELPERS)
-    done = subprocess.run(worker(name), env=env, cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(worker(name, *chosen), env=env, cwd=folder, capture_output=True, text=True)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     found = {f"{r['package']} {r['what']}": {**r, "log": done.stderr} for r in lines}
-    if len(found) != len(group.cases):
-        raise RuntimeError(f"{name}: {len(found)} of {len(group.cases)} cases ran\n{done.stderr[-3000:]}")
+    wanted = len(chosen or group.cases)
+    if len(found) != wanted:
+        raise RuntimeError(f"{name}: {len(found)} of {wanted} cases ran\n{done.stderr[-3000:]}")
     return found
 
 
-def result(group: Group, case: Case) -> dict[str, Any]:
-    """Return the outcome of a case. Raises CannotInstall."""
-    return _run(group.name)[str(case)]
+def result(group: Group, case: Case, chosen: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the outcome of a case. The first call runs all cases, or those chosen. Raises CannotInstall."""
+    return _run(group.name, chosen)[str(case)]
 
 
 def table() -> Iterator[str]:

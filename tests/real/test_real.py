@@ -22,9 +22,11 @@ pytestmark = pytest.mark.real
 
 
 @pytest.mark.parametrize(("group", "case"), CASES)
-def test_real(group: Group, case: Case) -> None:
+def test_real(group: Group, case: Case, request: pytest.FixtureRequest) -> None:
+    given = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    chosen = tuple(str(p["case"]) for p in given if "case" in p and p["group"] is group)  # by --draw, or -k
     try:
-        found = groups.result(group, case)
+        found = groups.result(group, case, chosen)
     except CannotInstall as why:
         pytest.skip(f"{case.package} cannot be had: {why}")
     assert "raised" not in found, (found["raised"], found["log"][-3000:])
