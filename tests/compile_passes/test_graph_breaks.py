@@ -151,6 +151,7 @@ def test_accelerates_hooks(family):
 
 
 @pytest.mark.slow
+@pytest.mark.more  # the same breaks as above, around more of a model
 def test_through_inductor():
     model = tiny("qwen3_moe")
     twin = exact("qwen3_moe", model)

@@ -28,6 +28,9 @@ SPLIT = (
     "prepare_after_tensor_parallelism", "a_folder_with_tensor_parallelism",
     "quantising_with_tensor_parallelism",
 )  # fmt: skip
+COMPILED = "compiled_implementation_of_expert_parallelism"
+LONGER = "sums|compiled|backend_with_tensor"
+"""What only `more` runs: it compiles whole models. test_several_ranks.py compiles the operator alone."""
 Bound = tuple[float, float]
 """Bounds of the error of the typical token, and of all logits."""
 REORDERED = (1e-5, 1e-3)
@@ -76,7 +79,7 @@ def run(folder, ranks: int, pattern: str, families: tuple[str, ...]):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return processes.once(
-        tmp_path_factory, "spread", lambda folder: run(folder, 2, "^(?!sums)", ("qwen3_moe",))
+        tmp_path_factory, "spread", lambda folder: run(folder, 2, f"^(?!{LONGER})", ("qwen3_moe",))
     )
 
 
@@ -102,13 +105,16 @@ def test_two_processes_are_one(name, two):
         check(outcome[f"{name} qwen3_moe"], 2, bound=BOUNDS.get(name, REORDERED))
 
 
-def test_the_backend_finds_local_experts(two):
+def check_backend(told) -> None:
     """In models whose DTensors are read by `to_local()` alone: `fp4::moe`, then transformers' all-reduce."""
+    errors, sites, report = told
+    assert within(errors, REORDERED), errors
+    assert sites == 2 and report.count("fp4::moe") == 2, report
+
+
+def test_the_backend_finds_local_experts(two):
     for outcome in two:
-        for name in ("backend_with_expert_parallelism", "backend_with_tensor_parallelism"):
-            errors, sites, report = outcome[f"{name} qwen3_moe"]
-            assert within(errors, REORDERED), (name, errors)
-            assert sites == 2 and report.count("fp4::moe") == 2, (name, report)
+        check_backend(outcome["backend_with_expert_parallelism qwen3_moe"])
 
 
 def test_tp_plan_auto_is_right(two):
@@ -128,12 +134,19 @@ def test_what_processes_refuse(name, two):
 @pytest.mark.more
 def test_families(tmp_path):
     others = tuple(f for f in FAMILIES if f != "qwen3_moe")
-    for outcome in run(tmp_path, 2, "^(a|own|prepare|quantising|transformers)_", others):
+    for outcome in run(tmp_path, 2, "^(a|compiled|own|prepare|quantising|transformers)_", others):
         for family in others:
-            for name in (*BY_GROUP, *SPREAD, *SPLIT):
+            for name in (COMPILED, *BY_GROUP, *SPREAD, *SPLIT):
                 if f"{name} {family}" in outcome:
                     whole = name in SPLIT and family in WHOLE_BY_TP
                     check(outcome[f"{name} {family}"], 2, whole, BOUNDS.get(name, REORDERED))
+
+
+@pytest.mark.more
+def test_a_compiled_model(tmp_path):
+    for outcome in run(tmp_path, 2, "^(compiled|backend_with_tensor)", ("qwen3_moe",)):
+        check(outcome[f"{COMPILED} qwen3_moe"], 2)
+        check_backend(outcome["backend_with_tensor_parallelism qwen3_moe"])
 
 
 @pytest.mark.more

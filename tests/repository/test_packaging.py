@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import forks
 import pytest
 from places import ROOT
 
@@ -21,9 +22,7 @@ setuptools.setup = lambda **options: globals().update(options=options)
 found = runpy.run_path("setup.py")
 {code}
 """
-    return subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True
-    )
+    return forks.run(["-c", program], {**os.environ, **env}, ROOT)
 
 
 def test_a_build_asks_pip_for_no_torch():
@@ -48,8 +47,8 @@ def test_the_wheel_has_every_folder_of_python():
 
 def test_what_is_for_development_is_in_no_wheel(tmp_path):
     """Nor does anything that is need it."""
-    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    done = forks.run(["setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT)
+    assert done.returncode == 0, done.stderr
     files = [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()]
     assert "fp4_ops/native.py" in files and "fp4_ops/compile_passes/pipeline.py" in files
     assert not [file for file in files if "dev" in Path(file).parts or "_native" in Path(file).name]
