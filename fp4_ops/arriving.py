@@ -1,4 +1,4 @@
-"""Experts that become 4-bit one weight at a time, while a model's 16-bit weights are being read."""
+"""Packs experts one weight at a time while a model's 16-bit weights are being read."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .quantization import find_method
 
 
 class ArrivingExperts:
-    """Packs each expert weight of a model on the meta device as soon as its values are there.
+    """Packs each expert weight of a model on the meta device as soon as its values arrive.
 
-    `parameters` has those that it packs. Experts that are modules, that processes share, or that several
-    modules share are not among them: `pack_experts` packs these once all have arrived.
+    `parameters` lists the weights that it packs. Experts that are modules, that processes share, or that
+    several modules share are not among them: `pack_experts` packs these once all have arrived.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ArrivingExperts:
         self.found: dict[str, Any] = {}
         self.plans: dict[str, Plan] = {}
         self.parameters: dict[str, tuple[str, str]] = {}
-        """By name: the experts module, and "gate_up" or "down"."""
+        """For each parameter name: the experts module, and "gate_up" or "down"."""
         self._quantizer: Quantizer | None = None
         self._dtype = torch.bfloat16
         if any(find_lists(model)):
@@ -59,7 +59,7 @@ class ArrivingExperts:
                 self.parameters |= places
 
     def takes(self, name: str) -> bool:
-        """Whether a parameter is packed as it arrives."""
+        """Returns whether a parameter is packed when it arrives."""
         if name not in self.parameters:
             return False
         owner, _, attribute = name.rpartition(".")
@@ -85,7 +85,7 @@ class ArrivingExperts:
         del module._parameters[attribute]
         module.add_module(attribute, packed)
         for done in (module, packed):
-            done._is_hf_initialized = True  # transformers: not at random
+            done._is_hf_initialized = True  # transformers must not initialise it at random
         if weight.device.type == "cpu":
             return_freed_memory()
 

@@ -1,8 +1,8 @@
 """Packs experts that are modules in a list, as in transformers 4.
 
-The block that holds the list routes and loops by its own code. So each expert keeps its Linears, and only
-their weights become `FP4Tensor`s. In eager mode every product is an `fp4::mm`. backend="fp4" stacks the same
-weights bit for bit and turns the loop into one `fp4::moe`.
+The block that holds the list has its own code for routing and for the loop. Each expert therefore keeps its
+Linears, and only their weights become `FP4Tensor`s. In eager mode every product is an `fp4::mm`.
+backend="fp4" stacks the same weights bit for bit and turns the loop into one `fp4::moe`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Names of one expert's matrices, as files and trainers have them: `3.gate_proj.weight`, `3.w1.weight`."""
+"""Names of one expert's matrices, as checkpoints and trainers use them: `3.gate_proj.weight`,
+`3.w1.weight`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ MATRICES = {
     "gate_up_proj": ("gate_up", ""), "input_linear": ("gate_up", ""),
     "down_proj": ("down", ""), "w2": ("down", ""), "output_linear": ("down", ""),
 }  # fmt: skip
-"""An expert's matrix, by the name that tools give it: which weight of the module it is in, and which half."""
+"""For each name of an expert's matrix: the weight of the module that contains it, and which half of it."""
 
 NUMBERED = re.compile(r"^(\d+)\.(\w+?)(\.weight|\.bias|_bias|)$")
-"""One expert's tensor within its module: the expert, its matrix, and what of it."""
+"""The name of one expert's tensor within its module: the expert, its matrix, and weight or bias."""

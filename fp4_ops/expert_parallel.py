@@ -1,6 +1,6 @@
 """The expert-parallel implementation `fp4` of transformers: `DistributedConfig(ep_implementation="fp4")`.
 
-Once the experts are in 4 bits, tokens reach them by `fp4::moe_ep`; until then by transformers' own "auto".
+Once the experts are in 4 bits, `fp4::moe_ep` exchanges the tokens. Until then transformers' own "auto" does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .experts import IMPLEMENTATION, PackedWeight, Recipe, run_experts
 
 
 def connect_model(model: nn.Module, dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> str:
-    """Makes workspaces for the groups over which a model's 4-bit experts are spread. All processes call it.
+    """Makes workspaces for the process groups over which a model's 4-bit experts are spread. All processes
+    call it.
 
     It also tells DDP around the model which tensors differ between processes. Returns how tokens will reach
     the experts, in words, or "" if no experts are spread.
@@ -55,7 +56,8 @@ def register() -> None:
         return
 
     class FP4ExpertParallel(expert_parallel.EPImplementation):  # type: ignore[name-defined, misc]
-        """transformers makes one for each experts module, with the meshes of experts and of equal batches."""
+        """transformers makes one for each experts module, with the meshes of experts and of processes with
+        equal batches."""
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)

@@ -1,4 +1,4 @@
-"""Experts that hold 4-bit weights, and the implementation `fp4` in transformers' registry that runs them."""
+"""Holds experts with 4-bit weights, and the implementation `fp4` in transformers' registry that runs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IMPLEMENTATION = "fp4"
 """Our name among transformers' experts implementations ("eager", "grouped_mm", ...)."""
 
 STORED_FORMATS = ("mxfp4", "nvfp4", "int4", "int4_g64", "int4_g32")
-"""State dicts hold a format's place in here, so new ones go to the end."""
+"""State dicts store a format's index in this list, so new formats go to the end."""
 
 IN_PLACE = (
     "and as parameters (packed_as_parameters) they keep the one that they have. Move or load the model "
@@ -30,14 +30,14 @@ IN_PLACE = (
 )
 
 _MOE = torch.ops.fp4.moe.default
-"""Without overloads to choose among."""
+"""The overload itself, so that a call need not choose one."""
 
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """Where a family of experts modules keeps its weights: [E, 2 I, H] and [E, H, I], or each transposed.
+    """The names of a family's expert weights: [E, 2 I, H] and [E, H, I], or each transposed.
 
-    Experts without a gate have up [E, I, H] alone. A bias that a module lacks has the name "".
+    Experts without a gate have only up [E, I, H]. A bias that a module lacks has the name "".
     """
 
     gate_up: str
@@ -47,11 +47,12 @@ class ExpertsForm:
 
     @property
     def weights(self) -> tuple[tuple[str, str], ...]:
-        """(which matrix, its attribute)."""
+        """Returns ("gate_up" or "down", its attribute) for each weight."""
         return ("gate_up", self.gate_up), ("down", self.down)
 
     def of(self, module: nn.Module) -> ExpertsForm:
-        """As this module has it. Under torch.compile, asking a module for what it lacks costs 2 us a call."""
+        """Returns the form for this module. Under torch.compile, asking a module for a missing attribute
+        costs 2 us a call."""
         names = (self.gate_up_bias, self.down_bias)
         biases = (name if getattr(module, name, None) is not None else "" for name in names)
         return ExpertsForm(self.gate_up, self.down, *biases)
@@ -59,19 +60,20 @@ class ExpertsForm:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How one experts module runs: stays on the module, read by `experts_forward`."""
+    """How one experts module runs. It stays on the module, where `experts_forward` reads it."""
 
     form: ExpertsForm
     gate: str
     """The activation function, a name of meta.formats.ACTIVATIONS."""
     a_format: str | None
-    """How activations enter the products; None picks by device when it runs."""
+    """How activations are quantised for the products. None chooses by device at each run."""
     trainable_inputs: bool = False
-    """Whether gradients pass to the hidden states and the routing weights."""
+    """True if gradients pass to the hidden states and the routing weights."""
     part: Part | None = None
-    """This process's part of the experts, if that is not all."""
+    """This process's part of the experts, if it does not have all."""
     interleaved_gate: str = field(init=False)
-    """The same activation over gate 0, up 0, gate 1, ...: torch.compile need not work it out."""
+    """The same activation for interleaved rows gate 0, up 0, gate 1, ...; torch.compile need not work it
+    out."""
 
     def __post_init__(self) -> None:
         own = known_activation(self.gate)
@@ -80,8 +82,8 @@ class Recipe:
 
 
 def auto_a_format(device_type: str, layout: str = "plain") -> str:
-    """int8 is the fast path on CPU; Hopper's kernels choose by the tokens, or read but fp8 (int4); else the
-    model's own dtype."""
+    """Returns how activations are quantised on a device: int8 on a CPU. On Hopper the kernels choose by
+    the number of tokens, or always fp8 for int4 weights. Elsewhere the model's own dtype."""
     if device_type == "cpu":
         return "int8"
     formats = LAYOUTS[layout].a_formats or ("none",)
@@ -91,41 +93,45 @@ def auto_a_format(device_type: str, layout: str = "plain") -> str:
 
 
 def interleave(rows: Tensor) -> Tensor:
-    """[E, 2 I, ...] with all gates before all ups -> gate 0, up 0, gate 1, ..."""
+    """Reorders [E, 2 I, ...] from all gates before all ups to gate 0, up 0, gate 1, ..."""
     e, n = rows.shape[:2]
     return rows.reshape(e, 2, n // 2, *rows.shape[2:]).transpose(1, 2).reshape(rows.shape)
 
 
 def deinterleave(rows: Tensor) -> Tensor:
-    """The inverse of `interleave`."""
+    """Undoes `interleave`."""
     e, n = rows.shape[:2]
     return rows.reshape(e, n // 2, 2, *rows.shape[2:]).transpose(1, 2).reshape(rows.shape)
 
 
 @dataclass
 class Half:
-    """The gate or the up of one expert, which came alone and waits for the other (new_weights.py)."""
+    """The gate or the up of one expert that arrived alone and waits for the other (new_weights.py)."""
 
     rows: Tensor
     largest: Tensor
-    """Its largest magnitude, float32 [1]; of all processes together."""
+    """Its largest magnitude over all processes, float32 [1]."""
     state: str = "waiting"
-    """"read": the weights were used while it waited, so that it may belong to an update that was broken off;
-    "kept": the second one of two halves, kept because the first was "read"."""
+    """"read": the weights were used while it waited, so it may belong to an update that was broken off.
+    "kept": it is the second of two halves and was kept because the first was "read"."""
 
 
 class PackedWeight(nn.Module):
-    """The 4-bit form of an expert weight [E, N, K], where the Parameter was.
+    """The 4-bit form of an expert weight [E, N, K], in place of its Parameter.
 
-    Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4);
-    float8 block scales are held as uint8. Calling the module gives the three as `torch.ops.fp4.*` take them:
-    whoever moves weights just in time (offloading) hooks into the call.
-    A kernel layout may pad K: `k` is the weight's own. `interleaved`: while in layout sm90, row 2i is gate i
-    and row 2i + 1 up i, where the model keeps all gates before all ups; any other form has the model's order.
-    `.to(device)` moves them and reorders them for that device; `.to(dtype)` and `.half()` leave them alone.
-    The state dict carries format and layout along, so that weights saved on one device load on another, and
-    `part`, what this process holds of a weight: another process's share has the same shapes.
-    `method`: how new values are quantised (`fp4_ops.quantization.METHODS`), as the first ones were.
+    Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4).
+    float8 block scales are stored as uint8. Calling the module returns the three as `torch.ops.fp4.*` take
+    them; code that moves weights just in time (offloading) hooks into this call.
+
+    A kernel layout may pad K; `k` is the weight's own. `interleaved`: while in layout sm90, row 2i is gate i
+    and row 2i + 1 is up i, although the model keeps all gates before all ups. Every other layout has the
+    model's order. `.to(device)` moves the buffers and reorders them for that device. `.to(dtype)` and
+    `.half()` do not change them.
+
+    The state dict contains format and layout, so weights that were saved on one device load on another. It
+    also contains `part`, the part of a weight that this process holds, because another process's share has
+    the same shapes. `method`: how new values are quantised (`fp4_ops.quantization.METHODS`), like the first
+    ones.
     """
 
     packed: Tensor
@@ -156,7 +162,7 @@ class PackedWeight(nn.Module):
             self.register_buffer("owner", rank, persistent=False)
 
     def forward(self) -> Operands:
-        """packed, block_scale and global_scale."""
+        """Returns packed, block_scale and global_scale."""
         return self.packed, block_scales(self.block_scale, self.format, self.layout), self.global_scale
 
     @property
@@ -164,8 +170,9 @@ class PackedWeight(nn.Module):
         return sum(t.nbytes for t in (self.packed, self.block_scale, self.global_scale) if t is not None)
 
     def check_owner(self) -> None:
-        """Raises RuntimeError where another process's share was written over this one's: whoever broadcasts a
-        module's buffers writes `owner`, too. On a GPU, which answers late, it is read after writes alone."""
+        """Raises RuntimeError if another process's share overwrote this one's: a program that broadcasts a
+        module's buffers also writes `owner`. On a GPU, where reading is slow, `owner` is read only after
+        writes."""
         owner = self._buffers["owner"]
         if type(owner) is not Tensor or owner.is_meta:
             return
@@ -181,14 +188,14 @@ class PackedWeight(nn.Module):
             )
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weight [E, N, K] that the codes stand for."""
+        """Returns the weight [E, N, K] that the codes represent."""
         note_read(self)
         values = torch.ops.fp4.dequantize(*self(), self.format, dtype, layout=self.layout)
         values = values[..., : self.k]
         return deinterleave(values) if self.interleaved else values
 
     def in_layout(self, layout: str) -> Operands:
-        """packed, block_scale and global_scale in another order of the bytes."""
+        """Returns packed, block_scale and global_scale in another layout."""
         operands: Operands = self()
         if layout == self.layout:
             return operands
@@ -200,14 +207,15 @@ class PackedWeight(nn.Module):
         return deinterleave(packed), deinterleave(byte_view(scale)).view(scale.dtype), factor
 
     def become_parameters(self) -> None:
-        """packed and block_scale are Parameters from now on, as FSDP shards them, in this layout for good."""
+        """Makes packed and block_scale Parameters, because FSDP shards only these. Their layout is then
+        fixed."""
         for name in ("packed", "block_scale"):
             if name in self._buffers:
                 tensor: Any = self._buffers.pop(name)
                 self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
 
     def set_layout(self, layout: str) -> None:
-        """Reorders the bytes in place of the old ones."""
+        """Converts the buffers to another layout."""
         if layout == self.layout:
             return
         if self._parameters:
@@ -221,23 +229,24 @@ class PackedWeight(nn.Module):
 
     @property
     def shared_layout(self) -> SharedLayout:
-        """The weights that one operator reads together with this one."""
+        """Returns the weights that one operator reads together with this one."""
         return self.__dict__.get("_company") or SharedLayout([self])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedWeight:
         old, new = self.packed.device.type, fn(self.packed.new_empty(0)).device.type
         if old != new:
-            self.set_layout("plain")  # where the old layout's kernels are
+            self.set_layout("plain")  # while the weights are on the device of the old layout
         if self._parameters:
             self._apply_to_parameters(fn, recurse)
         for name, buffer in list(self._buffers.items()):
-            if buffer is not None:  # as bytes: a change of dtype is for the model's own numbers
+            if buffer is not None:  # as bytes, because a change of dtype is meant for the model's own numbers
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         self.shared_layout.follow(fn, moved=old != new)
         return self
 
     def _apply_to_parameters(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-        """As torch does: conversions leave uint8 alone, and FSDP puts its own tensors in these places."""
+        """Applies `fn` to parameters as torch does: conversions do not change uint8, and FSDP puts its own
+        tensors here."""
         buffers, self._buffers = self._buffers, {}
         try:
             super()._apply(fn, recurse)
@@ -245,14 +254,14 @@ class PackedWeight(nn.Module):
             self._buffers = buffers
 
     def get_extra_state(self) -> Tensor:
-        """Format, layout and part, as a tensor so that any checkpoint file can hold them."""
+        """Returns format, layout and part as a tensor, so that any checkpoint file can hold them."""
         how = [STORED_FORMATS.index(self.format), list(LAYOUTS).index(self.layout), self.interleaved]
         if self.part is None:
             return torch.tensor(how, dtype=torch.uint8, device="cpu")
         return torch.tensor([*how, *self.part.numbers], dtype=torch.int32, device="cpu")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Makes room for what was saved in another layout; `set_extra_state` then puts it in order."""
+        """Makes room for weights that were saved in another layout. `set_extra_state` then reorders them."""
         extra = state_dict.get(prefix + "_extra_state")
         if extra is not None and not isinstance(extra, Tensor):
             # torch.distributed.checkpoint's placeholder: the state dict holds this module's own buffers.
@@ -282,7 +291,7 @@ class PackedWeight(nn.Module):
                 return
             for name, wanted in zip(("packed", "block_scale", "global_scale"), (*spec, None), strict=False):
                 if name in self._parameters:
-                    continue  # in one layout, which set_extra_state checks
+                    continue  # they stay in one layout, which set_extra_state checks
                 buffer = self._buffers[name]
                 if wanted is None:
                     self._buffers[name] = None
@@ -293,7 +302,7 @@ class PackedWeight(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _of_another_part(self, state: Tensor) -> str:
-        """Why weights with this extra state are none for this process; "" if they are."""
+        """Says why weights with this extra state do not belong to this process; "" if they do."""
         saved = Part.of_numbers(state.tolist()[3:])
         if saved is None and self.part is None:
             return ""
@@ -306,7 +315,7 @@ class PackedWeight(nn.Module):
         )
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Called once the buffers are loaded: says what they hold."""
+        """Reads what the buffers hold. torch calls it after loading them."""
         format, layout = STORED_FORMATS[int(state[0])], list(LAYOUTS)[int(state[1])]
         if format != self.format:
             raise ValueError(
@@ -333,10 +342,10 @@ class PackedWeight(nn.Module):
 
 
 class SharedLayout:
-    """The weights of one experts module, which share one layout: it suits all of them and their activations.
+    """The weights of one experts module. They share one layout that suits all of them and their activations.
 
-    `dtype`: of the activations, None if not known; `a_format`: how those will be quantised, as `fp4::moe`
-    names it.
+    `dtype`: that of the activations, None if unknown. `a_format`: how they will be quantised, as an argument
+    of `fp4::moe`.
     """
 
     def __init__(
@@ -345,12 +354,12 @@ class SharedLayout:
         self.weights, self.dtype, self.a_format = weights, dtype, a_format
 
     def join(self) -> None:
-        """Makes the weights know each other, so that they keep one layout wherever they move."""
+        """Connects the weights, so that they keep one layout wherever they move."""
         for weight in self.weights:
             weight.__dict__["_company"] = self
 
     def settle(self) -> str:
-        """Puts all into the layout that their device reads fastest, if it holds them; else says why not."""
+        """Converts all to the fastest layout of their device that can hold them. Otherwise says why not."""
         first, reason = self.weights[0], ""
         layout = preferred_layout(
             first.packed.device.type, *((w.packed.shape[-2], w.k) for w in self.weights),
@@ -358,7 +367,7 @@ class SharedLayout:
         )  # fmt: skip
         try:
             self._set(layout)
-        except (RuntimeError, ValueError) as error:  # scales that the layout cannot express
+        except (RuntimeError, ValueError) as error:  # the layout cannot represent these scales
             reason = str(error)
             self._set("plain")
         return reason
@@ -368,21 +377,21 @@ class SharedLayout:
             weight.set_layout(layout)
 
     def follow(self, fn: Callable[[Tensor], Tensor], moved: bool) -> None:
-        """After one of the weights went through `fn`: to another device (`moved`), or to another dtype."""
+        """Updates the layout after `fn` moved a weight to another device (`moved`) or changed its dtype."""
         old = self.dtype
         if old is not None:
             self.dtype = fn(torch.empty(0, dtype=old, device=self.weights[0].packed.device)).dtype
-        devices = {w.packed.device for w in self.weights}  # more than one while a module is on its way
+        devices = {w.packed.device for w in self.weights}  # several devices while a module is being moved
         if (moved or old != self.dtype) and len(devices) == 1 and devices.pop().type != "meta":
             self.settle()
 
 
 Company = SharedLayout
-"""As models that older releases pickled call it."""
+"""The old name, in models that older releases pickled."""
 
 
 def note_read(weight: nn.Module) -> None:
-    """Notes at halves of gate and up that wait for the other that the weights were used meanwhile."""
+    """Marks waiting halves of gate and up as read, because the weights were used meanwhile."""
     waiting: dict[int, dict[str, Half]] = weight.__dict__.get("_halves", {})
     for halves in waiting.values():
         for half in halves.values():
@@ -391,7 +400,7 @@ def note_read(weight: nn.Module) -> None:
 
 
 def _operands(weight: Any) -> Operands:
-    """`weight()`, without the way through `nn.Module.__call__` where nothing listens to it."""
+    """Returns `weight()`, without `nn.Module.__call__` if nothing hooks into it."""
     own = weight.__dict__
     if "_halves" in own:
         note_read(weight)
@@ -414,9 +423,10 @@ def _operands(weight: Any) -> Operands:
 def experts_forward(
     self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The implementation `fp4`: hidden_states [T, H], top_k_index and top_k_weights [T, k] -> [T, H].
+    """Runs experts, as transformers' implementation `fp4`: hidden_states [T, H], top_k_index and
+    top_k_weights [T, k] -> [T, H].
 
-    Modules that were not prepared share the model's config and so come here too: they run as before.
+    Modules that were not prepared share the model's config, so they come here, too. They run as before.
     """
     recipe: Recipe | None = getattr(self, "_fp4_recipe", None)
     if recipe is None:
@@ -433,14 +443,14 @@ def run_experts(
     top_k_weights: Tensor,
     tokens: str,
 ) -> Tensor:
-    """A prepared module. `tokens`: as in `fp4::moe_ep`, with ids of all experts; "": those of this
-    process's."""
+    """Runs a prepared module. `tokens` is as in `fp4::moe_ep`, with ids of all experts; "" means ids of
+    this process's experts."""
     form = recipe.form
-    modules: Any = module._modules  # without the way through `nn.Module.__getattr__`
+    modules: Any = module._modules  # faster than `nn.Module.__getattr__`
     w13, w2 = modules[form.gate_up], modules[form.down]
     bias = getattr(module, form.gate_up_bias) if form.gate_up_bias else None
     down_bias = getattr(module, form.down_bias) if form.down_bias else None
-    if recipe.part is not None:  # those that FSDP holds are DTensors
+    if recipe.part is not None:  # weights under FSDP are DTensors
         bias, down_bias = (None if b is None else local(b) for b in (bias, down_bias))
     gate = recipe.gate
     if type(hidden_states) is Tensor and not torch.compiler.is_compiling():
@@ -448,7 +458,7 @@ def run_experts(
             w13.check_owner()
             w2.check_owner()
         up, down = _operands(w13), _operands(w2)
-    else:  # whoever traces wants to see the modules
+    else:  # tracing must see the modules
         up, down = w13(), w2()
     if w13.interleaved:
         bias, gate = interleave(bias) if bias is not None else None, recipe.interleaved_gate
@@ -486,7 +496,7 @@ def _previous_forward(module: nn.Module) -> Callable[..., Tensor]:
 
 
 def register() -> None:
-    """Makes `fp4` known to transformers, and keeps 4-bit experts from its other implementations."""
+    """Registers `fp4` in transformers, and keeps its other implementations from running 4-bit experts."""
     from transformers import PreTrainedModel
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -499,7 +509,7 @@ def register() -> None:
 
 
 def _checked(setter: Callable[..., Any]) -> Callable[..., Any]:
-    """`set_experts_implementation`, which for 4-bit weights can only be ours."""
+    """Wraps `set_experts_implementation`: for 4-bit weights it accepts only ours."""
 
     def set_experts_implementation(self: nn.Module, experts_implementation: Any) -> Any:
         named = experts_implementation

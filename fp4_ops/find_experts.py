@@ -1,4 +1,4 @@
-"""Which modules of a transformers model hold experts, and how they become `fp4::moe`."""
+"""Finds the modules of a transformers model that hold experts, and plans how they become `fp4::moe`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .zero3 import emptied
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# transformers' experts modules all name their weights so; is_transposed on the module says the rest.
+# All experts modules of transformers name their weights like this; is_transposed on the module says the rest.
 GATED = ExpertsForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 UNGATED = ExpertsForm("up_proj", "down_proj", "up_proj_bias", "down_proj_bias")
 OTHERWISE = (
@@ -37,9 +37,9 @@ TOO_NARROW = (
 def find_experts(
     model: nn.Module, lists: Collection[str] = (), unlike: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Plan], dict[str, str]]:
-    """A model's experts modules by name, in order; what to do with them; and why some are left alone.
+    """Returns a model's experts modules by name, in order; the plan for each; and why some are left alone.
 
-    lists, unlike: the lists of experts that are modules of their own, and why some others are left alone.
+    lists, unlike: the lists of experts that are modules of their own, and why other lists are left alone.
 
     Raises ValueError if there is nothing to do.
     """
@@ -72,21 +72,22 @@ class Plan:
     shape: str
     experts: int
     part: Part | None = None
-    """This process's part, if that is not all."""
+    """This process's part, if it does not have all."""
 
 
 class Refusal(Exception):
-    """Why an experts module stays as it is."""
+    """The reason why an experts module stays as it is."""
 
 
 def is_experts(module: nn.Module) -> bool:
-    """A module under transformers' `use_experts_implementation`, known by what the decorator leaves on it."""
+    """Returns whether a module is under transformers' `use_experts_implementation`, by the attributes that
+    the decorator sets."""
     marks = ("config", "has_gate", "has_bias", "is_transposed", "_apply_gate")
     return all(hasattr(module, mark) for mark in marks) and hasattr(type(module).forward, "__wrapped__")
 
 
 def plan(module: Any) -> Plan:
-    """How an experts module becomes `fp4::moe`. Raises Refusal where it cannot."""
+    """Plans how an experts module becomes `fp4::moe`. Raises Refusal if it cannot."""
 
     def need(condition: bool, reason: str) -> None:
         if not condition:
@@ -131,7 +132,7 @@ def plan(module: Any) -> Plan:
 
 @dataclass(frozen=True)
 class Form:
-    """How an experts module holds its weights; biases have the names of their weights and "_bias"."""
+    """How an experts module stores its weights. Biases have the names of their weights and "_bias"."""
 
     gate_up: str
     down: str
@@ -142,7 +143,7 @@ class Form:
 
 
 def form_of(module: nn.Module) -> Form | None:
-    """How a module holds its experts' weights: the two of them, stacked; None for other modules."""
+    """Returns how a module stores its two stacked expert weights. None for other modules."""
     for gate_up, halves in (("gate_up_proj", 2), ("up_proj", 1)):
         up, down = module._parameters.get(gate_up), module._parameters.get("down_proj")
         if up is None or down is None or up.dim() != 3 or down.dim() != 3:
@@ -164,28 +165,30 @@ WHOLE_EXPERTS = (
 
 
 def plan_of(module: nn.Module) -> Plan:
-    """`plan`, of modules that may be no entry of transformers' experts interface. Raises Refusal."""
+    """Plans a module that may not belong to transformers' experts interface. Raises Refusal."""
     if not is_experts(module):
         raise Refusal("it is no entry of transformers' experts interface")
     return plan(module)
 
 
 def logical_shape(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
-    """[E, N, K], however it is stored."""
+    """Returns [E, N, K], however the weight is stored."""
     e, a, b = weight.shape
     return (e, b, a) if transposed else (e, a, b)
 
 
 def recognise_gate(module: Any) -> str | None:
-    """The activation of fp4::moe that computes what the module's own does, found by trying it on data.
+    """Returns the activation of fp4::moe that computes the same as the module's own. It is found by trying
+    data.
 
-    A name would not do: clamps, scales and the order of gate and up are all in the code.
+    A name is not enough: clamps, scales and the order of gate and up are only in the code.
     """
     gated = getattr(module, "has_gate", True)
     own = module._apply_gate if gated else module.act_fn
     generator = torch.Generator().manual_seed(0)
-    # Many small values tell erf from tanh, and some large ones reach every clamp.
-    here: Any = {"device": "cpu", "dtype": torch.float32}  # whatever the defaults are while models are built
+    # Many small values distinguish erf from tanh, and some large ones reach every clamp.
+    # Independent of the defaults while models are built.
+    here: Any = {"device": "cpu", "dtype": torch.float32}
     sizes = torch.cat([torch.logspace(-1, 1.3, 64, **here), torch.logspace(1.3, 5, 16, **here)])
     x = torch.randn(80, 128, generator=generator, **here) * sizes[:, None]
     try:
@@ -195,7 +198,7 @@ def recognise_gate(module: Any) -> str | None:
                 limit = activation.limit or 4.0
                 if all(_agree(own, activation, values) for values in (x, x * (limit / 4))):
                     return activation_name(activation)
-    except Exception:  # whatever it needs, it is not the activation we know
+    except Exception:  # whatever it needs, it is not a known activation
         return None
     return None
 
@@ -208,15 +211,15 @@ def _agree(own: Callable[[Tensor], Tensor], activation: Activation, x: Tensor) -
 
 
 def _measured(own: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
-    """The gated activations, clamped where `own` is.
+    """Yields the gated activations, with the clamps of `own`.
 
-    At gate g, a small one, it is f(g) * (up + offset), up clamped: three values of up give f(g), offset and
-    limit.
+    For a small gate g, the result is f(g) * (up + offset) with up clamped. Three values of up give f(g),
+    offset and limit.
     """
 
     def at(gate: float, up: float, interleaved: bool) -> float:
         pair = torch.tensor([[gate, up]], dtype=torch.float64, device="cpu")
-        # Several columns of one value: the first half is gate, or each even one.
+        # All columns have the same value: the first half is gate, or each even one is.
         wide = pair.repeat(1, 4) if interleaved else pair.repeat_interleave(4, dim=1)
         return own(wide).flatten()[0].item()
 
@@ -227,6 +230,6 @@ def _measured(own: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
         if math.isfinite(slope) and slope > 0:
             limit = float(
                 f"{(at(g, 1e9, interleaved) - base) / slope:.7g}"
-            )  # what was measured is off by 1e-12
+            )  # measured values have an error of 1e-12
             rows = [a for a in ACTIVATIONS.values() if a.gated and a.interleaved == interleaved]
             yield from (replace(a, limit=limit) for a in rows if 0 < limit < 1e8)

@@ -22,7 +22,7 @@ def apply_gate(x: Tensor, activation: Activation) -> Tensor:
 
 
 def _curve(x: Tensor, activation: Activation) -> Tensor:
-    """f(x)."""
+    """Returns f(x)."""
     if activation.function == "relu2":
         return F.relu(x).square()
     if activation.function == "silu":
@@ -31,7 +31,7 @@ def _curve(x: Tensor, activation: Activation) -> Tensor:
 
 
 def _slope(x: Tensor, activation: Activation) -> Tensor:
-    """f'(x)."""
+    """Returns f'(x)."""
     if activation.function == "relu2":
         return 2 * F.relu(x)
     if activation.function == "silu":

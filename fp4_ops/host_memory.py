@@ -1,4 +1,4 @@
-"""The host's memory of weights on a CPU: huge pages, and blocks given back to the system."""
+"""Manages the host memory of weights on a CPU: huge pages, and blocks that are given back to the system."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 _HUGE_PAGE = 2 << 20
 _MADV_HUGEPAGE = 14
-"""The number of Linux."""
+"""Linux's number for this advice."""
 
 
 def use_huge_pages(t: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""Gradients through frozen 4-bit experts: for x and the routing weights, none for the experts themselves.
+"""Computes gradients through frozen 4-bit experts, for x and the routing weights. The experts themselves get
+none.
 
 Adapters (LoRA) train layers before the experts, so gradients must pass through these (QLoRA, Dettmers
 et al. 2023, section 3). The block is, for token t and its choices j with expert e = topk_ids[t, j]:
@@ -78,7 +79,7 @@ def moe_input_grads(
     inner = w13.shape[1] // act.parts
     grad = grad.to(dtype)
     ids = topk_ids.reshape(-1)
-    valid = (ids >= 0) & (ids < experts)  # other ids belong to no expert here, and give nothing
+    valid = (ids >= 0) & (ids < experts)  # other ids belong to no expert here and contribute nothing
     ids = torch.where(valid, ids, experts).long()
     order = ids.argsort(stable=True)
     ends = torch.bincount(ids, minlength=experts + 1)[:experts].cumsum(0, dtype=torch.int32)
@@ -146,7 +147,7 @@ class _Groups:
     host_ends: list[int]
 
     def products(self, a: Tensor, b: Tensor) -> Tensor:
-        """a [M, K] @ b [E, K, N], rows of `a` sorted by expert."""
+        """Returns a [M, K] @ b [E, K, N], rows of `a` sorted by expert."""
         if a.is_cuda and a.dtype == torch.bfloat16 and not (a.shape[1] % 8 or b.shape[2] % 8):
             return torch.nn.functional.grouped_mm(a, b, offs=self.ends)
         out = a.new_empty(a.shape[0], b.shape[2])

@@ -1,10 +1,11 @@
-"""New 16-bit or 32-bit values for experts in 4 bits, by the names that they have before `prepare`.
+"""Gives experts in 4 bits new 16-bit or 32-bit values, by the names that they had before `prepare`.
 
-They come stacked (`experts.gate_up_proj`), or one tensor an expert (`experts.3.gate_proj.weight`), in any
-order, some or all. They are quantised into place, as `prepare` does it.
+The values come stacked (`experts.gate_up_proj`), or as one tensor for each expert
+(`experts.3.gate_proj.weight`), in any order, some or all. They are quantised into place, as `prepare` does
+it.
 
-nvfp4 has one global scale for gate and up of an expert. Where one of the two comes alone, it is quantised at
-once, and its values are kept until the other comes: then both are quantised together, as `prepare` does it.
+nvfp4 has one global scale for gate and up of an expert. If one of them arrives alone, it is quantised at
+once, and its values are kept until the other arrives. Then both are quantised together, as `prepare` does it.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from .tensor import FP4Tensor
 
 @dataclass(frozen=True)
 class Target:
-    """Where new values belong within an experts module."""
+    """The destination of new values within an experts module."""
 
     attribute: str
     expert: int | None = None
-    """None: all of them, stacked."""
+    """The expert. None means all of them, stacked."""
     half: str = ""
     """"gate" or "up"; "" for a whole matrix."""
     bias: bool = False
@@ -42,21 +43,21 @@ class Place:
     """One weight of an experts module, [E, N, K] in 4 bits."""
 
     holder: nn.Module
-    """Owner of the halves that wait: the PackedWeight, or the module that holds an FP4Tensor."""
+    """The owner of waiting halves: the PackedWeight, or the module that holds an FP4Tensor."""
     codes: Codes
     up: bool
-    """Whether it is gate_up or up, and not down."""
+    """True for gate_up or up, False for down."""
     gated: bool
-    """Whether it holds gate and up."""
+    """True if it holds gate and up."""
     alternating: bool
-    """The model keeps gate 0, up 0, gate 1, ... instead of all gates before all ups."""
+    """True if the model keeps gate 0, up 0, gate 1, ... instead of all gates before all ups."""
     transposed: bool
-    """Stacked values are [E, K, N]."""
+    """True if stacked values are [E, K, N]."""
     part: Part | None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[E, N, K] of all processes together."""
+        """The shape [E, N, K] of all processes together."""
         e, n, k = *self.codes.packed.shape[:2], self.codes.k
         if self.part is None:
             return e, n, k
@@ -69,7 +70,7 @@ class Place:
         return slice(i, None, 2) if self.alternating else slice(i * (n // 2), (i + 1) * (n // 2))
 
     def own(self, values: Tensor, half: bool = False) -> Tensor:
-        """This process's part of whole matrices [n, N, K], or of gates or ups [n, N / 2, K]."""
+        """Returns this process's part of whole matrices [n, N, K], or of gates or ups [n, N / 2, K]."""
         if self.part is None or self.part.kind != "split":
             return values
         if not self.up:
@@ -80,26 +81,27 @@ class Place:
         return torch.cat([piece[:, mine.start : mine.stop] for piece in pieces], 1)
 
     def index(self, expert: int) -> int | None:
-        """Where an expert lies here; None if another process has it."""
+        """Returns the index of an expert on this process. None if another process has it."""
         if self.part is None:
             return expert
         return expert - self.part.own.start if expert in self.part.own else None
 
     def factors(self, largest: Tensor) -> Tensor | None:
-        """Global scales, where other processes have the rest of the matrix; else the operator finds them."""
+        """Returns global scales if other processes have the rest of the matrix. None: the operator
+        computes them."""
         if self.part is None or self.part.kind != "split" or not FORMATS[self.codes.format].has_global_scale:
             return None
         return torch.where(largest == 0, 1.0, largest / LARGEST)
 
     def join(self, halves: dict[str, Tensor]) -> Tensor:
-        """Gate and up [N / 2, K] as one matrix [N, K], its rows as the model orders them."""
+        """Joins gate and up [N / 2, K] to one matrix [N, K], with rows in the model's order."""
         gate, up = (halves[half].to(self.codes.packed.device) for half in HALVES)
         dtype = torch.promote_types(gate.dtype, up.dtype)
         pair = torch.stack([gate.to(dtype), up.to(dtype)], 1 if self.alternating else 0)
         return pair.flatten(0, 1)
 
     def write_stack(self, values: Tensor) -> None:
-        """values: [E, N, K], or as the model stores it."""
+        """Writes values [E, N, K], or in the order in which the model stores them."""
         if self.part is not None and len(values) != self.codes.packed.shape[0]:
             values = values[self.part.own.start : self.part.own.stop]
         matrices = values.transpose(1, 2) if self.transposed else values
@@ -111,7 +113,7 @@ class Place:
         self.holder.__dict__.pop("_halves", None)
 
     def write(self, i: int, matrix: Tensor) -> None:
-        """A whole matrix [N, K] of the expert that lies at i."""
+        """Writes a whole matrix [N, K] of the expert at index i."""
         values = matrix[None].to(self.codes.packed.device)
         split = self.part is not None and self.part.kind == "split"
         factors = self.factors(values.abs().amax((1, 2)).float()) if split else None
@@ -119,7 +121,7 @@ class Place:
         self._forget(i)
 
     def write_half(self, i: int, half: str, rows: Tensor) -> None:
-        """The gate or the up [N / 2, K] of the expert that lies at i."""
+        """Writes the gate or the up [N / 2, K] of the expert at index i."""
         values = rows[None].to(self.codes.packed.device)
         largest = values.abs().amax((1, 2)).float()
         own = self.own(values, half=True)[0]
@@ -151,7 +153,7 @@ class Place:
 
 
 def places_of(module: nn.Module) -> dict[str, Place]:
-    """The weights of an experts module that are in 4 bits, by attribute; none of any other module."""
+    """Returns the 4-bit weights of an experts module by attribute. Empty for any other module."""
     recipe, found = getattr(module, "_fp4_recipe", None), {}
     if recipe is not None:
         for matrix, attribute in recipe.form.weights:
@@ -180,7 +182,8 @@ def places_of(module: nn.Module) -> dict[str, Place]:
 
 
 def target_of(places: dict[str, Place], name: str) -> Target | None:
-    """Where values of that name, within an experts module, belong; None if to none of its 4-bit weights."""
+    """Returns the destination of values with this name within an experts module. None if it has no such
+    4-bit weight."""
     if not places:
         return None
     if name.removesuffix(".weight") in places:
@@ -198,7 +201,7 @@ def target_of(places: dict[str, Place], name: str) -> Target | None:
 
 
 def check(module: nn.Module, place: Place, target: Target, name: str, values: Tensor) -> None:
-    """Raises ValueError, naming the weight, where these values cannot be quantised into it."""
+    """Raises ValueError, naming the weight, if these values cannot be quantised into it."""
     check_memory(name, place.codes.packed)
     if isinstance(values, FP4Tensor):
         raise ValueError(
@@ -226,7 +229,7 @@ def check(module: nn.Module, place: Place, target: Target, name: str, values: Te
 
 
 def write(module: nn.Module, place: Place, target: Target, values: Tensor) -> None:
-    """Quantises values that were checked into their place."""
+    """Quantises checked values into their place."""
     if target.expert is None:
         place.write_stack(values)
         return
@@ -243,7 +246,7 @@ def write(module: nn.Module, place: Place, target: Target, values: Tensor) -> No
 
 
 def take_new_weights(module: nn.Module) -> None:
-    """Makes `load_state_dict` of an experts module in 4 bits quantise new values into place."""
+    """Makes `load_state_dict` of a 4-bit experts module quantise new values into place."""
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _take for hook in hooks):
         module.register_load_state_dict_pre_hook(_take)
@@ -253,7 +256,7 @@ def _take(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool,
     missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
 ) -> None:  # fmt: skip
-    """Quantises what is for weights in 4 bits, and takes it out of the state dict before torch reads it."""
+    """Quantises the values for 4-bit weights, and removes them from the state dict before torch reads it."""
     places = places_of(module)
     taken: dict[str, list[Target]] = {}
     halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}
@@ -286,7 +289,7 @@ def _take(
         own: dict[str, Any] = {attribute: module._parameters.get(attribute)}
         if holder is not module:
             own = {f"{attribute}.{key}": t for key, t in holder.state_dict(keep_vars=True).items()}
-        for key, tensor in own.items():  # what stays is not missing
+        for key, tensor in own.items():  # weights that keep their values are not missing
             given = state_dict.setdefault(prefix + key, tensor)
             if key == f"{attribute}.packed" and given is not tensor:
                 error_msgs.append(
@@ -298,7 +301,7 @@ def _take(
 def _given(
     places: dict[str, Place], state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> Iterator[tuple[str, Target, Tensor]]:
-    """Each key that belongs to a weight in 4 bits: name, target and values."""
+    """Yields name, target and values of each key that belongs to a 4-bit weight."""
     for name in [key for key in state_dict if key.startswith(prefix)]:
         rest, values = name[len(prefix) :], state_dict[name]
         target = target_of(places, rest)
@@ -312,7 +315,7 @@ def _given(
 
 
 def _missing(place: Place, attribute: str, targets: list[Target]) -> list[str]:
-    """Names of the parts that a complete update would have besides these."""
+    """Returns the names of the parts that are missing for a complete update."""
     given = {(t.expert, t.half) for t in targets if not t.bias}
     if (None, "") in given or not given:
         return []

@@ -1,6 +1,6 @@
-"""Linear layers outside the experts, by kind: which of them are put in 4 bits, and how `prepare` does it.
+"""Finds and packs linear layers outside the experts, by kind, for `prepare`.
 
-A decoding step reads attention and the output head, too. In bf16 these are most of its bytes.
+A decoding step also reads attention and the output head. In bf16 these are most of its bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ KEEP = "keep"
 _ATTENTION = re.compile(r"attn|attention")
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 _NEITHER = re.compile(r"(^|\.)(embed\w*|router|gate|score\w*|shared_expert_gate)\.weight$")
-"""Embeddings are looked up, not multiplied. A router in 4 bits would choose other experts."""
+"""Weights that stay. Embeddings are looked up, not multiplied. A router in 4 bits would choose other
+experts."""
 
 
 def kind_of(name: str) -> Kind | None:
@@ -54,7 +55,7 @@ class Outside:
     model: nn.Module
     formats: Mapping[Kind, str]
     places: Mapping[Kind, Mapping[str, nn.Linear]]
-    """By the name of the weight."""
+    """Layers of each kind, by the name of the weight."""
 
     def pack(self) -> list[OutsideWeights]:
         """Replace the weights, one at a time, by FP4Tensors; the originals are freed."""
@@ -77,7 +78,7 @@ class Outside:
 
 
 def check_gradients(formats: Mapping[Kind, str], trainable_inputs: bool) -> None:
-    """Raises ValueError where gradients are to pass through a model with these kinds in 4 bits."""
+    """Raises ValueError if gradients must pass through a model with these kinds in 4 bits."""
     if trainable_inputs and formats:
         kind, given = next(iter(formats.items()))
         raise ValueError(
@@ -89,8 +90,8 @@ def check_gradients(formats: Mapping[Kind, str], trainable_inputs: bool) -> None
 def find_outside(model: nn.Module, wanted: Mapping[Kind, str], trainable_inputs: bool = False) -> Outside:
     """Find the layers of the kinds that `wanted` gives a format, and check their weights.
 
-    Raises ValueError for a format that does not exist, for a kind that the model has no layer of, for
-    weights that cannot be packed, and for gradients that would have to pass. The model is unchanged.
+    Raises ValueError for a format that does not exist, for a kind without layers in the model, for weights
+    that cannot be packed, and if gradients would have to pass. The model is unchanged.
     """
     formats = chosen_formats(wanted)
     check_gradients(formats, trainable_inputs)
@@ -117,7 +118,7 @@ def untie(model: Any, name: str) -> None:
 
 
 def _experts(model: nn.Module) -> Collection[str]:
-    """Names of the modules whose weights are those of experts."""
+    """Return the names of modules whose weights belong to experts."""
     lists, refused = find_lists(model)
     return {*lists, *refused, *(name for name, m in model.named_modules() if is_experts(m))}
 

@@ -1,4 +1,4 @@
-"""New values for weights that are in 4 bits already: quantised into the memory that holds the old ones.
+"""Gives weights that are already in 4 bits new values, quantised into the memory of the old ones.
 
 Kernels, compiled graphs and CUDA graphs read that memory, so the next call of each sees the new values.
 """
@@ -25,7 +25,7 @@ LARGEST = 6 * 448
 
 @dataclass(frozen=True)
 class Codes:
-    """The memory that holds a weight [E, N, K] in 4 bits, and how to write to it."""
+    """The memory of a weight [E, N, K] in 4 bits, and how to write to it."""
 
     packed: Tensor
     block_scale: Tensor
@@ -34,16 +34,18 @@ class Codes:
     layout: str
     k: int
     interleaved: bool = False
-    """Row 2i is gate i and row 2i + 1 up i, where the model keeps all gates before all ups."""
+    """True if row 2i is gate i and row 2i + 1 is up i, although the model keeps all gates before all ups."""
     method: str = "rtn"
 
     @property
     def joint(self) -> bool:
-        """Whether the codes of gate and up depend on each other: one global scale, or a search."""
+        """Returns whether the codes of gate and up depend on each other: by one global scale, or by a
+        search."""
         return FORMATS[self.format].has_global_scale or find_method(self.method, self.format).chooses
 
     def read(self, expert: int) -> Operands:
-        """One expert's operands [1, N, ...] in layout plain, rows in the model's order; copies."""
+        """Returns copies of one expert's operands [1, N, ...] in layout plain, with rows in the model's
+        order."""
         at = slice(expert, expert + 1)
         scale = block_scales(self.block_scale[at], self.format, self.layout)
         factor = None if self.global_scale is None else self.global_scale[at].clone()
@@ -54,7 +56,8 @@ class Codes:
         return packed, scale, factor
 
     def write(self, at: slice, operands: Operands) -> None:
-        """Puts operands [n, N, ...] in layout plain, rows in the model's order, where some experts lie."""
+        """Writes operands [n, N, ...] of some experts, given in layout plain with rows in the model's
+        order."""
         packed, scale, factor = operands
         if self.interleaved:
             packed, scale = interleave(packed), interleave(byte_view(scale)).view(scale.dtype)
@@ -71,7 +74,7 @@ class Codes:
             to[at].copy_(new.view_as(to[at]))
 
     def quantize(self, matrices: Tensor, factors: Tensor | None = None) -> Operands:
-        """matrices [n, N, K] in 4 bits, as `prepare` makes them. factors: global scales [n] to use."""
+        """Quantises matrices [n, N, K] as `prepare` does. factors: global scales [n] to use."""
         method = without_calibration(find_method(self.method, self.format))
         if method.name == "rtn" or factors is not None:
             packed, scale, factor = torch.ops.fp4.quantize(matrices, self.format, factors)
@@ -91,8 +94,8 @@ class Codes:
     def overwrite_rows(self, expert: int, rows: slice, values: Tensor, largest: Tensor) -> None:
         """Quantises values [n, K] into some rows of one expert; the others keep their values.
 
-        largest [1]: the largest magnitude of the values. The one global scale of all rows moves by a power of
-        two: block scales of the other rows stay exact, as long as e4m3 holds them.
+        largest [1]: the largest magnitude of the values. The common global scale of all rows changes by a
+        power of two, so the block scales of the other rows stay exact as long as e4m3 can represent them.
         """
         packed, scale, factor = self.read(expert)
         values = values.to(self.packed.device)[None].contiguous()
@@ -115,7 +118,7 @@ class Codes:
 
 
 def check_values(name: str, values: Tensor) -> None:
-    """Raises ValueError, naming the weight, for new values that cannot be quantised."""
+    """Raises ValueError, naming the weight, if new values cannot be quantised."""
     if words := split_over_processes(values):
         raise ValueError(
             f"fp4: the new values for {name} are {words}; a 4-bit weight takes a plain tensor. Pass "
@@ -138,7 +141,7 @@ def check_values(name: str, values: Tensor) -> None:
 
 
 def check_memory(name: str, memory: Tensor) -> None:
-    """Raises ValueError, naming the weight, where its codes are not here to be written to."""
+    """Raises ValueError, naming the weight, if its codes are not in this process's memory."""
     if words := split_over_processes(memory):
         raise ValueError(
             f"fp4: {name} is held in 4 bits by {words}, into which nothing can be quantised. Prepare the "

@@ -1,4 +1,4 @@
-"""Expert weights of a model become 4-bit ones, in place: the checks, the packing, the replacing."""
+"""Packs the expert weights of a model in place: checks them, quantises them, and replaces them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .quantization import Calibration, Method, find_method, quantize_weight
 from .quantization.weight import check_calibration, matrices_at_once, threads_of
 from .relayout import relayout
 
-# What `activation` means to the operators; None: by device, when it runs.
+# The operators' `a_format` for each `activation`. None chooses by device at each run.
 A_FORMATS = {name: None if name == "auto" else a_format for name, a_format in ACTIVATION_CHOICES.items()}
 
 
@@ -44,7 +44,8 @@ def pack_experts(
     ep_group: Any = None,
     max_tokens: int = MAX_TOKENS,
 ) -> PrepareReport:
-    """All of `fp4_ops.prepare`, whose arguments these are, but how the model is saved."""
+    """Does everything that `fp4_ops.prepare` does (same arguments), except the support for saving the
+    model."""
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     check_activation_choice(activation, format)
@@ -109,7 +110,7 @@ def pack_experts(
 
 
 def finish_module(module: Any, p: Plan, activation: str, trainable_inputs: bool, dtype: torch.dtype) -> None:
-    """Makes an experts module, whose weights are packed, run in 4 bits."""
+    """Makes an experts module with packed weights run in 4 bits."""
     module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs, p.part)
     if trainable_inputs:
         module.requires_grad_(False)  # biases, too
@@ -135,7 +136,7 @@ def _division(model: nn.Module, found: dict[str, nn.Module], plans: dict[str, Pl
 
 
 def _spread(plans: dict[str, Plan], lists: dict[str, Any], ep_group: Any) -> dict[str, Plan]:
-    """The same plans for this process's share of whole experts."""
+    """Returns the same plans for this process's share of whole experts."""
     if lists:
         raise ValueError(
             f"fp4: ep_group is given, and the experts of {next(iter(lists))} are modules of their own, "
@@ -155,7 +156,7 @@ def _spread(plans: dict[str, Plan], lists: dict[str, Any], ep_group: Any) -> dic
 
 
 def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> None:
-    """Raises ValueError for arguments that experts spread or split over processes cannot have."""
+    """Raises ValueError for arguments that do not work with experts spread or split over processes."""
     if p.part is None:
         return
     if trainable_inputs:
@@ -170,7 +171,8 @@ def _check_part(name: str, p: Plan, method: Method, trainable_inputs: bool) -> N
 def _weights(
     found: dict[str, Any], plans: dict[str, Plan], lists: dict[str, list[nn.Module]]
 ) -> tuple[str, torch.dtype, set[tuple[int, int]]]:
-    """Device and dtype of the expert weights, and their (N, K). Keeps no reference: prepare frees them."""
+    """Returns device and dtype of the expert weights, and their (N, K). Keeps no reference, because
+    prepare frees them."""
     shapes = set()
     for name, of_list in lists.items() if not plans else ():
         for _, linear in linears(name, of_list):
@@ -187,7 +189,7 @@ def _weights(
 def _check_lists(
     lists: dict[str, list[nn.Module]], activation: str, method: Method, trainable_inputs: bool
 ) -> None:
-    """Everything that experts which are modules of their own cannot have, before anything is changed."""
+    """Checks lists of experts for everything that they do not support, before anything is changed."""
     name = next(iter(lists))
     own_code = f"the experts of {name} are modules that run by their own code, over FP4Tensors"
     if activation not in ("auto", "bf16"):
@@ -214,9 +216,10 @@ def _check_lists(
 
 
 def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) -> dict[str, tuple[int, int]]:
-    """Gives each Linear of experts its weight in 4 bits: {list: (bytes before, bytes after)}.
+    """Packs the weight of each Linear of experts: {list: (bytes before, bytes after)}.
 
-    A Parameter may serve several; it is packed once, counted where it comes first, and freed before the next.
+    Several Linears may share a Parameter. It is packed once, counted for the first of them, and freed before
+    the next.
     """
     places: dict[Tensor, list[tuple[str, nn.Linear]]] = {}
     for name, modules in lists.items():
@@ -238,7 +241,7 @@ def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) ->
 
 
 def _check_weights(name: str, module: nn.Module, p: Plan, format: str) -> None:
-    """Everything that could fail half-way, before anything is changed."""
+    """Checks everything that could fail half-way, before anything is changed."""
     if p.part is not None and p.part.kind == "split":
         inner = logical_shape(getattr(module, p.form.down), p.transposed)[2]
         check_columns(name, p.part, inner * p.part.size, format)
@@ -274,7 +277,7 @@ def check_columns(name: str, part: Part, inner: int, format: str) -> None:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How `prepare` turns expert weights into 4 bits."""
+    """Quantises expert weights to 4 bits for `prepare`."""
 
     format: str
     method: Method
@@ -282,7 +285,7 @@ class Quantizer:
     layout: str
 
     def check(self, name: str, module: Any, p: Plan) -> None:
-        """Raises ValueError where the calibration does not fit this module."""
+        """Raises ValueError if the calibration does not fit this module."""
         if self.method.calibration == "none":
             return
         for matrix, attribute in p.form.weights:
@@ -299,14 +302,13 @@ class Quantizer:
         self, weight: Tensor, name: str, matrix: str, *, transposed: bool = False, interleaved: bool = False,
         part: Part | None = None,
     ) -> PackedWeight:  # fmt: skip
-        """The weight [E, N, K] (stored [E, K, N] if transposed) in 4 bits, made a few experts at a time.
+        """Packs the weight [E, N, K] (stored [E, K, N] if transposed), a few experts at a time.
 
-        `interleaved`: with the rows of gate and up in turn. `part`: what it is of a weight; of one that is
-        split
-        the codes are those that the whole one has.
+        `interleaved`: rows of gate and up alternate. `part`: the part of a weight that this is. A part of a
+        split weight gets the codes that it has in the whole weight.
         """
         moments = self._moments(name, matrix)
-        # No inference tensors: they could not be loaded into or moved later.
+        # Make no inference tensors, because these could not be loaded into or moved later.
         with torch.inference_mode(False), torch.no_grad():
             weight = weight.detach()
             factors = self._factors(weight, part) if part is not None and part.kind == "split" else None
@@ -314,7 +316,7 @@ class Quantizer:
             spec = packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
             stacks = [use_huge_pages(weight.new_empty(shape, dtype=dtype)) for shape, dtype in spec]
             at_once = matrices_at_once(weight.device.type, n, k)
-            if self.method.name != "rtn":  # whose kernel has threads of its own
+            if self.method.name != "rtn":  # the kernel of rtn has threads of its own
                 at_once *= threads_of(weight.device)
             for start in range(0, e, at_once):
                 at = slice(start, start + at_once)
@@ -333,7 +335,7 @@ class Quantizer:
         )  # fmt: skip
 
     def _factors(self, weight: Tensor, part: Part) -> Tensor | None:
-        """Global scales [E] of weights of which other processes have the rest."""
+        """Returns global scales [E] of weights if other processes have the rest of these."""
         if not FORMATS[self.format].has_global_scale:
             return None
         largest = weight.abs().amax((1, 2)).float().contiguous()
@@ -343,8 +345,8 @@ class Quantizer:
     def quantize(
         self, w: Tensor, moments: Tensor | None, factors: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """factors: the global scales [E]; None: by w itself."""
-        if self.method.name == "rtn":  # the same bits from a kernel
+        """Quantises w. factors: the global scales [E]; None computes them from w."""
+        if self.method.name == "rtn":  # a kernel gives the same bits
             codes: tuple[Tensor, Tensor, Tensor] = torch.ops.fp4.quantize(w, self.format, factors)
             return codes
         return quantize_weight(w, self.format, self.method.name, calibration=moments)
@@ -353,11 +355,11 @@ class Quantizer:
 def _replace_weights(
     found: dict[str, Any], plans: dict[str, Plan], quantizer: Quantizer
 ) -> dict[str, tuple[int, int]]:
-    """Puts a PackedWeight in place of each Parameter: {module: (bytes before, bytes after)}.
+    """Replaces each Parameter by a PackedWeight: {module: (bytes before, bytes after)}.
 
-    A Parameter may serve several modules. Each is packed once, counted where it comes first, and its last
-    reference is dropped before the next one is touched. Calibrated methods run the model in between, so that
-    there all are packed before the first is replaced.
+    Several modules may share a Parameter. It is packed once, counted for the first of them, and its last
+    reference is dropped before the next Parameter. Calibrated methods run the model in between, so with these
+    all are packed before the first is replaced.
     """
     places: dict[Tensor, list[tuple[str, str, str]]] = {}
     for name, p in plans.items():
@@ -398,9 +400,10 @@ def own_configs(model: nn.Module) -> None:
 
 
 def choose_implementation(model: nn.Module) -> None:
-    """Sets `fp4` on the config, which modules share: those left alone note what they ran before.
+    """Sets `fp4` on the config that modules share. Modules that are left alone note what they ran before.
 
-    generate() leaves a name that it does not know in place, where it would switch `grouped_mm` for decoding.
+    generate() switches `grouped_mm` to another implementation for decoding, but does not change a name that
+    it does not know.
     """
     experts.register()
     fold_head_rows(model)

@@ -1,4 +1,5 @@
-"""`prepare`: swaps the expert weights of a model for 4-bit ones, in place, and frees the originals."""
+"""Defines `prepare`, which replaces the expert weights of a model by 4-bit ones in place and frees the
+originals."""
 
 from __future__ import annotations
 
@@ -27,47 +28,48 @@ def prepare(
     ep_group: Any = None,
     max_tokens: int = MAX_TOKENS,
 ) -> PrepareReport:
-    """Replaces the expert weights of a transformers model by 4-bit ones, in place; the originals are freed.
+    """Replaces the expert weights of a transformers model by 4-bit ones, in place. The originals are freed.
 
-    Afterwards every experts module calls `torch.ops.fp4.moe`, in eager mode, under torch.compile,
-    torch.export and generate() alike. Weights are taken one expert at a time, so the extra memory needed
-    meanwhile is less than one weight tensor; with a calibrated method, that of all packed weights.
+    Afterwards every experts module calls `torch.ops.fp4.moe`: in eager mode, and under torch.compile,
+    torch.export and generate(). Weights are quantised one expert at a time, so the extra memory is less than
+    one weight tensor. A calibrated method needs extra memory for all packed weights.
 
     model: a model, or a part of one, with transformers experts modules; weights float32, bfloat16 or float16.
         Experts that are modules of their own, in a ModuleList or ModuleDict called `experts` (transformers
-        4), keep their code: their Linears' weights become FP4Tensors, one product each, of which
-        backend="fp4" makes one `fp4::moe`. Their activations stay in the model's dtype, with no calibrated
-        method.
+        4), keep their code. The weights of their Linears become FP4Tensors, with one product each;
+        backend="fp4" turns these into one `fp4::moe`. Their activations stay in the model's dtype, and
+        calibrated methods do not work for them.
     format: a name of `fp4_ops.meta.formats.FORMATS`: "nvfp4", "mxfp4", "int4", "int4_g64" or "int4_g32".
-    activation: how activations enter the products. "bf16" leaves them in the model's dtype, "int8" quantises
-        them in blocks of 32 on a CPU, of 128 on GPUs but Hopper (of many tokens; the weights are rounded to
-        int8, too), "fp8" by rows (CPU, Hopper). "nvfp4" and "mxfp4" quantise them to
-        the FP4 that the weights have: every device computes that, Blackwell's tensor cores multiply it, and
-        it costs accuracy (docs/accuracy.md). "auto" is int8 on a CPU; on Hopper the model's dtype for few
-        tokens and fp8 for many, or always fp8 for int4; elsewhere the model's dtype.
-    attention, dense, head: what becomes of the nn.Linear layers outside the experts. "keep" leaves them as
-        they are; a format packs their weights. "attention" means layers with "attn" or "attention" in their
+    activation: how activations are quantised for the products. "bf16" leaves them in the model's dtype.
+        "int8" quantises them in blocks of 32 on a CPU. On GPUs except Hopper it uses blocks of 128, only for
+        many tokens, and rounds the weights to int8, too. "fp8" quantises them by rows (CPU, Hopper).
+        "nvfp4" and "mxfp4" quantise them to the FP4 format of the weights: every device computes that,
+        Blackwell's tensor cores multiply it, and it costs accuracy (docs/accuracy.md). "auto" is int8 on a
+        CPU. On Hopper it is the model's dtype for few tokens and fp8 for many, or always fp8 for int4
+        weights. Elsewhere it is the model's dtype.
+    attention, dense, head: formats for the nn.Linear layers outside the experts. "keep" leaves them as they
+        are; a format packs their weights. "attention" means layers with "attn" or "attention" in their
         names, "head" means the output head, and "dense" means all others (shared experts, dense layers).
-        Routers and embeddings always stay. Activations stay in the model's dtype there. Method "rtn" rounds
-        these weights, whatever `method` says.
+        Routers and embeddings always stay. The activations of these layers stay in the model's dtype.
+        Method "rtn" rounds these weights, whatever `method` says.
     method: how the experts' weights are quantised, a name of `fp4_ops.quantization.METHODS`: see
         docs/accuracy.md.
     calibration: for the methods that need it, from `fp4_ops.quantization.calibrate(model, tokens)`.
-    trainable_inputs: gradients pass through the experts to what goes into them, so that adapters (LoRA) and
-        layers before them can be trained. The experts themselves are frozen: they have no gradient. Without
-        it, a backward through the experts is an error.
-    ep_group: a torch.distributed process group, over which the experts are spread: this process keeps its
-    own, and
-        calls `fp4::moe_ep` with tokens of its own. All its processes must run the model's blocks equally
-        often.
-        None: each process has all experts, or the part of them that transformers gave it (DTensors, by
-        `DistributedConfig(tp_size, ep_size)`), whose results transformers adds up. See docs/several_gpus.md.
-    max_tokens: of experts that are spread over GPUs of one node, the most tokens that a process brings to a
-        block at once by NVLink: it sizes the buffers. Calls with more go by torch.distributed's collectives.
+    trainable_inputs: True lets gradients pass through the experts to their inputs, to train adapters (LoRA)
+        and layers before them. The experts themselves are frozen and get no gradient. Without it, a backward
+        through the experts is an error.
+    ep_group: a torch.distributed process group over which the experts are spread. This process then keeps
+        its own experts and calls `fp4::moe_ep` with its own tokens. All processes of the group must run the
+        model's blocks equally often. None: each process has all experts, or the part of them that
+        transformers gave it (DTensors, by `DistributedConfig(tp_size, ep_size)`) and whose results
+        transformers adds up. See docs/several_gpus.md.
+    max_tokens: for experts that are spread over GPUs of one node: the most tokens that a process sends to a
+        block at once over NVLink. It determines the size of the buffers. Calls with more tokens use
+        torch.distributed's collectives.
 
-    Returns a report with one entry for each experts module; those that fp4::moe cannot express are left
-    alone and keep running as before, with the reason in the report. Raises ValueError if nothing could be
-    prepared, if weights are on the meta device or hold NaN or infinity; the model is then unchanged.
+    Returns a report with one entry for each experts module. Modules that fp4::moe cannot express are left
+    alone and keep running as before; the report says why. Raises ValueError if nothing could be prepared, or
+    if weights are on the meta device or hold NaN or infinity; the model is then unchanged.
     """
     outside = find_outside(model, {"attention": attention, "dense": dense, "head": head}, trainable_inputs)
     report = pack_experts(

@@ -8,15 +8,16 @@ from .experts import PackedWeight
 
 
 def packed_as_parameters(model: nn.Module) -> int:
-    """Makes uint8 Parameters, without gradients, of the 4-bit expert weights of a prepared model, in place.
+    """Makes the 4-bit expert weights of a prepared model uint8 Parameters without gradients, in place.
 
-    Call it between `prepare` or `load_checkpoint` and `torch.distributed.fsdp.fully_shard`: each process then
-    keeps about 1/R of them, whole experts, and FSDP gathers a layer's while it runs. Without it each process
-    keeps all, and results are the same. The weights keep their device and their layout from then on.
+    Call it between `prepare` or `load_checkpoint` and `torch.distributed.fsdp.fully_shard`. Each process then
+    keeps about 1/R of the weights, as whole experts, and FSDP gathers the weights of a layer while the layer
+    runs. Without this call each process keeps all weights; results are the same. From then on the weights
+    keep their device and their layout.
 
-    Returns the bytes that became parameters; global scales, a number an expert, stay buffers. Raises
-    ValueError for a model without such weights, and for one whose experts are spread or split already:
-    their parts are different weights on each process, which FSDP takes to be one.
+    Returns the bytes that became parameters. Global scales, one number for each expert, stay buffers. Raises
+    ValueError for a model without such weights, and for a model whose experts are already spread or split:
+    their parts are different weights on each process, but FSDP would treat them as one.
     """
     weights = {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
     if not weights:

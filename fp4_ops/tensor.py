@@ -38,7 +38,7 @@ class FP4Tensor(torch.Tensor):
     transposed: bool
     k: int
     method: str = "rtn"
-    """How `copy_` quantises what it is given, a name of `fp4_ops.quantization.METHODS`."""
+    """How `copy_` quantises new values: a name of `fp4_ops.quantization.METHODS`."""
 
     __torch_function__ = no_torch_function  # type: ignore[assignment]
 
@@ -105,7 +105,7 @@ class FP4Tensor(torch.Tensor):
         return tensors, self._context()
 
     def inner_tensors(self) -> list[Tensor]:
-        """The tensors that `__tensor_flatten__` names, without the rest that it makes."""
+        """Returns the tensors that `__tensor_flatten__` names, without its other results."""
         held = [self.packed, self.held_scale]
         return held if self.global_scale is None else [*held, self.global_scale]
 
@@ -270,7 +270,7 @@ def _to_copy(func: Any, w: FP4Tensor, *, dtype: torch.dtype | None = None, **kwa
 
 @_implements(aten.copy_.default)
 def _copy(func: Any, w: FP4Tensor, source: Tensor, non_blocking: bool = False) -> FP4Tensor:
-    """Takes the codes of another one, or quantises an ordinary tensor into place."""
+    """Copies the codes of another FP4Tensor, or quantises an ordinary tensor into place."""
     if not isinstance(w, FP4Tensor):
         _refuse(func, "an ordinary tensor cannot take its values")
     if w.shape != source.shape:
@@ -323,7 +323,7 @@ def _select(func: Any, w: FP4Tensor, dim: int, index: int) -> FP4Tensor:
 
 @_implements(aten.expand.default, aten.view.default, aten._unsafe_view.default)
 def _reshape(func: Any, w: FP4Tensor, size: list[int], **kwargs: Any) -> FP4Tensor:
-    """Keeps the shape, or repeats one matrix uncopied. torch.matmul makes these calls on its way to bmm."""
+    """Keeps the shape, or repeats one matrix without a copy. torch.matmul makes these calls before bmm."""
     lead, matrix = list(size[:-2]), list(size[-2:])
     if len(size) == w.dim() and all(s in (-1, d) for s, d in zip(size, w.shape)):
         return w._map(aten.alias.default)

@@ -1,4 +1,5 @@
-"""`update`: new values for one weight of a model, in 4 bits or not, by the name that a trainer has for it."""
+"""Defines `update`, which gives one weight of a model new values, in 4 bits or not, by a trainer's name
+for it."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from .new_weights import check, places_of, target_of, write
 
 
 def update(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Gives one weight of a model new values, in place. Experts in 4 bits are quantised, as `prepare` did it.
+    """Gives one weight of a model new values, in place. Experts in 4 bits are quantised as by `prepare`.
 
-    For trainers that send new weights into a running model: call it once for each tensor, in any order. It
-    takes every parameter and buffer, so that a trainer needs no list of what is in 4 bits.
+    This is for trainers that send new weights to a running model. Call it once for each tensor, in any order.
+    It takes every parameter and buffer, so a trainer needs no list of the weights in 4 bits.
 
     model: a model from `prepare`, `load_checkpoint` or `from_pretrained`, also compiled.
     name: of the weight before `prepare` ("model.layers.0.mlp.experts.gate_up_proj"), of one expert's matrix
@@ -29,13 +30,14 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     tensor: the values, on any device, with the shape that the weight has under that name. For weights in 4
         bits float32, bfloat16 or float16, and finite.
 
-    The memory that holds the weight stays: compiled graphs and CUDA graphs see the new values. The method is
-    that of `prepare`; one that needs calibration becomes "search" ("fp8_exact" where its scales are). Once
-    all parts of an expert have come, its 4 bits are those of `prepare` of the new model. nvfp4 has one global
-    scale for gate and up: where one of the two comes alone, a copy of it is kept until the other comes.
+    The weight keeps its memory, so compiled graphs and CUDA graphs see the new values. The method is that of
+    `prepare`, except that one that needs calibration becomes "search" ("fp8_exact" where its scales are).
+    Once all parts of an expert have arrived, its 4 bits are those that `prepare` would give the new model.
+    nvfp4 has one global scale for gate and up: if one of the two arrives alone, a copy of it is kept until
+    the other arrives.
 
-    Raises ValueError that names the weight if the model has none of that name, or the values do not fit it;
-    the weight then keeps its old values.
+    Raises ValueError, naming the weight, if the model has none of that name, or the values do not fit it. The
+    weight then keeps its old values.
     """
     if not isinstance(tensor, Tensor):
         raise ValueError(
@@ -59,7 +61,8 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
-    """Whether the model has a weight `name`; it has the new values then. `given`: the name in errors."""
+    """Gives the weight `name` new values. Returns False if the model has none. `given`: the name in
+    errors."""
     owner, parts = model, name.split(".")
     while parts and (child := owner._modules.get(parts[0])) is not None:
         if isinstance(child, PackedWeight):
@@ -95,7 +98,7 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
 
 
 def _part_of_a_stack(owner: nn.Module, name: str) -> Tensor | None:
-    """One expert's matrix [N, K], or its gate or up, where the experts are stacked and not in 4 bits."""
+    """Returns one expert's matrix [N, K], or its gate or up, if the experts are stacked and not in 4 bits."""
     form, match = form_of(owner), NUMBERED.match(name)
     if form is None or match is None or match[2] not in MATRICES or "bias" in match[3]:
         return None
@@ -111,12 +114,12 @@ def _part_of_a_stack(owner: nn.Module, name: str) -> Tensor | None:
 
 
 _rules: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
-"""transformers' conversion rules of a model, which take long to collect."""
+"""transformers' conversion rules of each model. Collecting them takes long."""
 
 
 def _by_rules(model: nn.Module, name: str, tensor: Tensor) -> tuple[str, Tensor] | None:
-    """(name, values) as the model has them, of a tensor of the family's checkpoints."""
-    if not hasattr(model, "base_model_prefix"):  # none of transformers' models
+    """Converts a tensor of the family's checkpoints to (name, values) of the model."""
+    if not hasattr(model, "base_model_prefix"):  # not a model of transformers
         return None
     from .checkpoints.placement import rules
 

@@ -1,4 +1,5 @@
-"""Parameters that DeepSpeed's ZeRO-3 holds: empty here, their values spread over processes."""
+"""Detects parameters that DeepSpeed's ZeRO-3 holds. They are empty here; their values are spread over
+processes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ GATHER = (
 
 
 def emptied(parameter: object) -> str:
-    """In words, that ZeRO-3 has taken the values of a parameter away; "" for any other."""
+    """Says that ZeRO-3 holds the values of a parameter; "" if it does not."""
     shape = getattr(parameter, "ds_shape", None)
     if not isinstance(parameter, nn.Parameter) or shape is None or parameter.numel() or not math.prod(shape):
         return ""
