@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ..meta.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket
-from .emit.batched import batched_products, read_batched
+from .emit.batched import batched_products
 from .emit.every_use import EveryUse
 from .emit.linears import linear_layers
 from .emit.mixture import Emitter
@@ -33,9 +33,9 @@ from .options import Options
 from .pass_log import Pass, PassLog
 from .recognise.evidence import Evidence, router, side_by_side, unrouted
 from .recognise.mixture import Mixture
-from .recognise.products import Product, find_products
+from .recognise.products import Product, find_products, read_batched
 from .recognise.search import Search
-from .recognise.sizes import need_wide, need_wide_weight
+from .recognise.sizes import need_wide
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
 from .report import Site, each_told_once, left_alone
@@ -226,7 +226,7 @@ def _products(s: _State) -> None:
             s.unrouted[product.node] = refused
             continue
         try:
-            need_wide_weight(product.weight.placeholder, product.weight, product.node, s.facts)
+            need_wide((product.matrix,), product.node, s.facts)
         except Refused as stop:
             s.sites.append(stop.refusal)
             continue
@@ -241,7 +241,7 @@ def _products(s: _State) -> None:
 def _why_not_packed(s: _State, product: Product) -> Refusal | None:
     """Why a single product is no expert's: its ids or offsets are constant, or a router."""
     assert s.evidence is not None
-    weight, route = product.weight.placeholder, product.ids if product.offs is None else product.offs
+    weight, route = product.weight, product.ids if product.offs is None else product.offs
     if s.evidence.is_router(product.node):
         return router(weight, product.node)
     routed = s.evidence.named(weight) or (route is not None and s.evidence.chosen(route))

@@ -6,53 +6,26 @@ product of x and a matrix [K, E N], where it makes the rows of a batched down pr
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from ...meta.layouts import preferred_layout
 from ..graph.nodes import PRODUCTS, aten, is_op, shape, static_int, value
+from ..graph.walks import reached
 from ..index.reader import Reader
-from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
-from ..naming import input_name
-from ..operands import operand
+from ..index.terms import Ref
 from ..recognise.evidence import Evidence, router, unrouted
-from ..recognise.factors import K, N, indices
-from ..recognise.mixture import Matcher, Matrix
+from ..recognise.mixture import Matcher
+from ..recognise.products import Batched, read_batched
 from ..recognise.sizes import need_wide
 from ..refusal import Kind, Refusal, Refused, need
 from ..report import Load, Site, hint
 from ..weights.facts import written_to
 from .writer import Activations, Packed, Writer
 
-ATTENTION = re.compile(r"attn|attention")
-"""Names of parameters that multiply batches in attention: MLA's absorbed projections, grouped output ones."""
 FORM = "batched rows (bmm): the same number for each expert"
-
-
-@dataclass(frozen=True)
-class Batched:
-    """node = a[e] W[e] for all experts, of which `experts` are the matrices."""
-
-    node: fx.Node
-    a: fx.Node
-    experts: list[tuple[Matrix, ...]]
-    left: bool
-    """The weight is the left operand: a is [E, K, T], and the result [E, N, T]."""
-    shared: bool
-    """All experts have the same rows: a is [.., T, K], and the result [.., T, E N]."""
-
-    @property
-    def weight(self) -> fx.Node:
-        return self.experts[0][0].ref.node
-
-    @property
-    def rows(self) -> Any:
-        return shape(self.a)[2 if self.left else -2]
 
 
 def batched_products(
@@ -109,16 +82,8 @@ def batched_products(
 
 def _nearest_products(node: fx.Node) -> set[fx.Node]:
     """The products that these rows are made of."""
-    found, todo, seen = set(), [node], {node}
-    while todo:
-        n = todo.pop()
-        if is_op(n, *PRODUCTS):
-            found.add(n)
-        else:
-            new = set(n.all_input_nodes) - seen
-            seen |= new
-            todo += new
-    return found
+    found = reached([node], lambda n: () if is_op(n, *PRODUCTS) else n.all_input_nodes)
+    return {n for n in found if is_op(n, *PRODUCTS)}
 
 
 def _layout(b: Batched) -> str:
@@ -146,57 +111,6 @@ def _before(
 def _weights_of(product: fx.Node, reader: Reader) -> set[fx.Node]:
     terms = [reader.value(n, 0).term for n in product.args[-2:] if isinstance(n, fx.Node)]
     return {t.node for t in terms if isinstance(t, Ref) and reader.is_weight(t.node)}
-
-
-def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node]) -> Batched | None:
-    if not is_op(node, aten.bmm, aten.mm):
-        return None
-    a, b = operand(node), operand(node, 1)
-    for matrix, other, left in ((b, a, False), (a, b, True)):
-        if _is_written(matrix, written):
-            continue
-        v = reader.value(matrix, 0)
-        if is_op(node, aten.bmm) and (experts := _experts(v, left, reader)) is not None:
-            return Batched(node, other, experts, left, shared=False)
-        if not left and all(s == 1 for s in shape(other)[:-2]):
-            experts = _experts(_apart(v), left, reader)
-            if experts is not None:
-                return Batched(node, other, experts, left, shared=True)
-    return None
-
-
-def _apart(v: Value) -> Value:
-    """A weight [K, E N] as [E, K, N]."""
-    *lead, inner, last = v.dims
-    if any(lead) or len(last) != 2:
-        return v
-    return Value((last[:1], inner, last[1:]), v.term)
-
-
-def _is_written(node: fx.Node, written: set[fx.Node]) -> bool:
-    """Whether a tensor is a view of what a block has become, which is no weight."""
-    while node not in written and node.args and isinstance(node.args[0], fx.Node):
-        node = node.args[0]
-    return node in written
-
-
-def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] | None:
-    """The matrices of a weight [E, K, N], or [E, N, K] as the left operand."""
-    if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
-        return None
-    if any(isinstance(i, Ref) for i in indices(v.term)):
-        return None  # gathered by ids
-    if ATTENTION.search(input_name(v.term.node)):
-        return None  # heads, or groups of heads
-    if len(v.dims) != 3 or any(len(g) != 1 for g in v.dims) or free_axes(v.term) != set(v.axes):
-        return None
-    e, inner, out = v.axes if not left else (v.axes[0], v.axes[2], v.axes[1])
-    sizes = [static_int(a.size) for a in (e, out, inner)]
-    if None in sizes:
-        return None
-    names: dict[Any, Axis] = {inner: K, out: N}
-    refs = [substitute(v.term, {**names, e: Const(i)}) for i in range(e.size)]
-    return [(Matrix(r, out.size, inner.size),) for r in refs]
 
 
 def _write(w: Writer, b: Batched, packed: Packed) -> Site:

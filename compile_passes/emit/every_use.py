@@ -16,9 +16,10 @@ from torch import fx
 from ..graph.nodes import aten, is_op, value
 from ..index.reader import Reader
 from ..recognise.mixture import Matrix, Mixture
+from ..recognise.products import read_batched
 from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint
-from .batched import multiplied, put_back, read_batched
+from .batched import multiplied, put_back
 from .linears import factors, read_matrix
 from .writer import Packed, Writer, place
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from torch import fx
 
 from ..graph.nodes import PRODUCTS, aten, is_grouped_mm, is_op
+from ..graph.walks import reached
 from ..refusal import Kind, Refusal
 
 _PARTS = (
@@ -44,10 +45,10 @@ def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.N
     """Product -> which of these weights, that the graph writes to, it multiplies by after a write."""
     found: dict[fx.Node, fx.Node] = {}
     for product in graph.nodes if weights else ():
-        for operand in product.all_input_nodes if is_op(product, *PRODUCTS) or is_grouped_mm(product) else ():
+        for operand in product.all_input_nodes if _is_product(product) else ():
             node, changed = operand, False
             while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
-                changed = changed or not (is_op(node, *_PARTS) or node.target is operator.getitem)
+                changed = changed or not _is_part(node)
                 node = node.args[0] if not is_op(node, *PRODUCTS) else None
             if changed and node in weights and node.meta["val"].dim() >= 2:
                 found[product] = node
@@ -56,16 +57,13 @@ def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.N
 
 def _product_of(weight: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
     """A product with this weight, or a part of it, as it is."""
-    todo, seen = list(weight.users), {weight}
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_op(node, *PRODUCTS) or is_grouped_mm(node):
-            if node in others:
-                continue
-            return node
-        if is_op(node, *_PARTS) or node.target is operator.getitem:
-            todo += node.users
-    return None
+    parts = reached(weight.users, lambda n: n.users if _is_part(n) else ())
+    return next((n for n in parts if _is_product(n) and n not in others), None)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return is_op(node, *PRODUCTS) or is_grouped_mm(node)
+
+
+def _is_part(node: fx.Node) -> bool:
+    return is_op(node, *_PARTS) or node.target is operator.getitem

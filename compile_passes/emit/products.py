@@ -17,25 +17,25 @@ fp4 = torch.ops.fp4
 
 def write_product(w: Writer, p: Product) -> Site:
     """fp4::grouped_mm or fp4::indexed_mm in place of one product."""
-    layout = w.layout(p.weight.placeholder, (p.weight.n, p.weight.k))
-    how = w.activations(p.weight.placeholder, layout)
-    packed = w.pack_whole(p.weight, layout)
+    e, n, k = len(p.experts), p.matrix.n, p.matrix.k
+    layout = w.layout(p.weight, (n, k))
+    how = w.activations(p.weight, layout)
+    packed = w.pack(p.experts, layout, p.node)
     weight = w.operands(packed)
     name = "indexed_mm" if p.offs is None else "grouped_mm"
     with w.gm.graph.inserting_before(p.node):
         a = p.a
         if len(shape(a)) != 2:
-            a = w.call(aten.reshape.default, a, [-1, p.weight.k])
+            a = w.call(aten.reshape.default, a, [-1, k])
         rows = w.quantised(a, how, layout)
         route = p.offs
         if route is None:
             assert p.ids is not None
-            route = _safe_ids(w, p.ids, p.weight.experts)
+            route = _safe_ids(w, p.ids, e)
         out = w.product(name, rows, weight, packed.spec, value(p.node).dtype, route)
         if p.unit_dim is not None:
             out = w.call(aten.unsqueeze.default, out, p.unit_dim)
     w.replace(p.node, out)
-    e, n, k = p.weight.experts, p.weight.n, p.weight.k
     form = SORTED if p.offs is not None else GATHERED
     load = Load(e, 1, hint(value(p.node).numel() // n))
     return w.site(f"fp4::{name}", p.node, [packed], form, how, f"{e} experts, N {n}, K {k}", load)

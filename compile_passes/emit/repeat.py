@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ..graph.nodes import ASSERTIONS, arguments, aten, is_op, is_pure, value
+from ..graph.walks import behind
 from ..weights.runtime import Undo
 
 # They write to some places, whatever was there: their arguments that say where.
@@ -83,22 +84,10 @@ def _overwrites(write: fx.Node, target: fx.Node, new: fx.Node, weights: set[fx.N
     if given.get("accumulate") or "reduce" in given:
         return False
     names = next(names for write, names in _PLACES.items() if is_op(new, write))
-    return weights.isdisjoint(_behind(_nodes([given[name] for name in names])))
+    return weights.isdisjoint(behind(*_nodes([given[name] for name in names])))
 
 
 def _nodes(args: Any) -> set[fx.Node]:
     found: set[fx.Node] = set()
     fx.map_arg(args, found.add)
     return found
-
-
-def _behind(nodes: set[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and all nodes that they are computed from."""
-    seen: set[fx.Node] = set()
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            todo += node.all_input_nodes
-    return seen

@@ -23,7 +23,6 @@ from ..naming import input_name, location, module_path
 from ..options import Options
 from ..recognise.branches import EvenParts, Experts, Parts
 from ..recognise.factors import K, N
-from ..recognise.products import WeightRef
 from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site
 from ..weights.facts import Facts
@@ -152,24 +151,10 @@ class Writer:
             self.facts.need_own(s, site)
             need(value(s).dtype == value(sources[0]).dtype, Kind.DTYPES_DIFFER, site)
         if any(map(self.facts.in_4_bits, sources)):
-            return Packed(sources, self._stored_spec(sources, assembly, layout, site))
+            stored = self.facts.stored
+            ways = tuple(stored[s].way for s in sources if s in stored)
+            return Packed(sources, stored_spec(sources, ways, assembly, layout, site))
         return Packed(sources, PackSpec(format, layout, False, assembly))
-
-    def pack_whole(self, w: WeightRef, layout: str) -> Packed:
-        """A parameter as it is."""
-        spec: PackSpec | StoredSpec = PackSpec(self.options.format, layout, w.transposed)
-        if self.facts.in_4_bits(w.placeholder):
-            whole = Assembly.of_one(w.experts, w.n, w.k, w.transposed)
-            spec = self._stored_spec((w.placeholder,), whole, layout, w.placeholder)
-        return Packed((w.placeholder,), spec)
-
-    def _stored_spec(
-        self, sources: tuple[fx.Node, ...], assembly: Assembly, layout: str, site: fx.Node
-    ) -> StoredSpec:
-        stored = self.facts.stored
-        return stored_spec(
-            sources, tuple(stored[s].way for s in sources if s in stored), assembly, layout, site
-        )
 
     def operands(self, packed: Packed) -> Operands:
         """Graph inputs with what is packed, made once for each weight."""

@@ -9,6 +9,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.nodes import FLOATING, PRODUCTS, aten, is_op, is_tensor, item, shape, static_int, value
+from ..graph.walks import behind
 from ..operands import operand
 from ..refusal import Kind, Refusal
 
@@ -50,15 +51,8 @@ def _made_weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.N
 
 def _is_of_weights(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> bool:
     """Return whether a node does not depend on activations."""
-    seen, todo = {node}, [node]
-    while todo:
-        n = todo.pop()
-        if n.op == "placeholder" and is_tensor(n) and value(n).dtype in FLOATING and not is_weight(n):
-            return False
-        new = set(n.all_input_nodes) - seen
-        seen |= new
-        todo += new
-    return True
+    given = (n for n in behind(node) if n.op == "placeholder" and is_tensor(n))
+    return all(is_weight(n) for n in given if value(n).dtype in FLOATING)
 
 
 def _has_some_rows(node: fx.Node) -> bool:

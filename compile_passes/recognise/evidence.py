@@ -14,15 +14,15 @@ If a softmax or a topk chooses by the result of a product, the product is a rout
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.nodes import BY_SIZE, PRODUCTS, aten, is_grouped_mm, is_op, is_tensor, item, shape, value
+from ..graph.walks import reached
 from ..index.axes import same
 from ..index.reader import Reader
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
@@ -31,7 +31,8 @@ from ..operands import operand, several
 from ..refusal import Kind, Refusal
 from ..weights.facts import Facts
 from .activations import UP
-from .branches import Matrix, Mixture
+from .branches import Mixture
+from .products import Batched
 
 NAME = re.compile(r"expert", re.IGNORECASE)
 """Paths of weights that a model calls experts'."""
@@ -61,21 +62,6 @@ _FAR = 96
 """A product's combination must come within this many nodes after it."""
 _VERY_FAR = 1024
 """The number of nodes around products that are searched before the products count as no experts."""
-
-
-class BatchedProduct(Protocol):
-    """y[e] = a[e] W[e], as emit/batched.py reads it."""
-
-    @property
-    def node(self) -> fx.Node: ...
-    @property
-    def a(self) -> fx.Node: ...
-    @property
-    def experts(self) -> Sequence[tuple[Matrix, ...]]: ...
-    @property
-    def left(self) -> bool: ...
-    @property
-    def shared(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -139,17 +125,12 @@ class Evidence:
     @staticmethod
     def is_router(product: fx.Node) -> bool:
         """Return whether a softmax or a topk chooses by the result of this product."""
-        seen, todo = {product}, list(product.users)
-        while todo:
-            node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if _decides(node):
-                return True
-            if is_op(node, *_VIEWS) or item(node) is not None or _is_pointwise(node):
-                todo += node.users
-        return False
+
+        def step(node: fx.Node) -> Iterable[fx.Node]:
+            passes_on = is_op(node, *_VIEWS) or item(node) is not None or _is_pointwise(node)
+            return node.users if passes_on and not _decides(node) else ()
+
+        return any(map(_decides, reached(product.users, step)))
 
     def may_be_routed(self, products: Sequence[fx.Node]) -> bool:
         """Return whether choices or scores are combined with anything before or after these products."""
@@ -162,19 +143,10 @@ class Evidence:
             if (w := _source(n)).op == "placeholder"
         ):
             return True
-        seen, todo = set(products), list(products)
-        while todo and len(seen) < _VERY_FAR:
-            for user in todo.pop().users:
-                if user not in seen:
-                    seen.add(user)
-                    todo.append(user)
+        seen = reached(products, lambda n: n.users, _VERY_FAR)
         if any(n in self._soft and n not in seen for user in seen for n in user.all_input_nodes):
             return True
-        before, todo = set(products), list(products)
-        while todo and len(before) < _VERY_FAR:
-            new = set(todo.pop().all_input_nodes) - before
-            before |= new
-            todo += new
+        before = reached(products, lambda n: n.all_input_nodes, _VERY_FAR)
         return any(n in self._hard or is_op(n, aten._softmax) for n in before)
 
     def of_mixture(self, m: Mixture) -> bool:
@@ -199,7 +171,7 @@ class Evidence:
         after.cut(m.root)
         return self._is_combined(m.root, _carrier_of_places(m), after)
 
-    def routed(self, products: Sequence[BatchedProduct]) -> set[fx.Node]:
+    def routed(self, products: Sequence[Batched]) -> set[fx.Node]:
         """Return those of all batched products of a graph that are experts'."""
         nodes = {p.node for p in products}
         found = {p.node for p in products if self._is_routed(p)}
@@ -213,7 +185,7 @@ class Evidence:
                     found |= {node, *ups}
         return found
 
-    def _is_routed(self, p: BatchedProduct) -> bool:
+    def _is_routed(self, p: Batched) -> bool:
         first, second = p.experts[0][0].ref, p.experts[1][0].ref
         if self.named(first.node):
             return True
@@ -414,16 +386,12 @@ def _nodes(term: Term) -> list[fx.Node]:
 
 def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
     """Return the products that rows are computed from by elementwise operators or a norm."""
-    found, seen, todo = set(), {rows}, [rows]
-    while todo:
-        node = todo.pop()
-        if node in products:
-            found.add(node)
-        elif is_op(node, *_VIEWS, *_NORMS, aten.cat, aten.glu) or item(node) or _is_pointwise(node):
-            new = set(node.all_input_nodes) - seen
-            seen |= new
-            todo += new
-    return found
+
+    def step(node: fx.Node) -> Iterable[fx.Node]:
+        passes_on = is_op(node, *_VIEWS, *_NORMS, aten.cat, aten.glu) or item(node) or _is_pointwise(node)
+        return node.all_input_nodes if passes_on and node not in products else ()
+
+    return products & reached([rows], step).keys()
 
 
 def _carrier_of_places(m: Mixture) -> _Carrier:

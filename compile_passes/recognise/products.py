@@ -1,12 +1,16 @@
 """Finds single expert products, y[r] = W[e(r)] a[r]. Each form in which models write them has one function.
 
-`sorted_products`: rows sorted by expert, `_grouped_mm` with cumulative offsets.
+`sorted_product`: rows sorted by expert, `_grouped_mm` with cumulative offsets.
+`indexed_product`: weights gathered for each row, `bmm`.
+`read_batched`: as many rows for each expert, `bmm`, or one product of the same rows by all matrices.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,32 +28,14 @@ from ..graph.nodes import (
     unswap,
     value,
 )
+from ..index.reader import Reader
+from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
+from ..naming import input_name
 from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, need, refuse
 from ..weights.facts import Facts
-
-
-@dataclass(frozen=True)
-class WeightRef:
-    """An expert weight as the graph holds it: `placeholder` is [E, N, K], or [E, K, N] if `transposed`.
-
-    It is a graph input, or a weight that the graph decodes from 4-bit inputs (weights/decoded.py).
-    """
-
-    placeholder: fx.Node
-    transposed: bool
-
-    @property
-    def experts(self) -> int:
-        return int(value(self.placeholder).shape[0])
-
-    @property
-    def n(self) -> int:
-        return int(value(self.placeholder).shape[2 if self.transposed else 1])
-
-    @property
-    def k(self) -> int:
-        return int(value(self.placeholder).shape[1 if self.transposed else 2])
+from .branches import EvenParts, Experts, Matrix, Parts
+from .factors import K, N, indices
 
 
 @dataclass
@@ -58,7 +44,7 @@ class Product:
 
     node: fx.Node
     a: fx.Node
-    weight: WeightRef
+    experts: Experts
     offs: fx.Node | None = None
     """Sorted form: the offsets, as the product has them."""
     ids: fx.Node | None = None
@@ -66,10 +52,19 @@ class Product:
     unit_dim: int | None = None
     """Indexed form: the dimension of size one of `node`, [S, N, 1] or [S, 1, N]."""
 
+    @property
+    def matrix(self) -> Matrix:
+        """The first expert's."""
+        return next(iter(self.experts))[0]
 
-def _resolve(node: fx.Node, swapped: bool, site: fx.Node, facts: Facts) -> WeightRef:
-    """Return the weight behind `node`, which must be used as [E, K, N], with its last two dimensions swapped
-    or not."""
+    @property
+    def weight(self) -> fx.Node:
+        return self.matrix.ref.node
+
+
+def _whole(node: fx.Node, swapped: bool, site: fx.Node, facts: Facts) -> Experts:
+    """Return the matrices of the weight `node`, which must be used as [E, K, N], with its last two dimensions
+    swapped or not."""
     need(node.op == "placeholder" or node in facts.fixed, Kind.COMPUTED, site, node)
     need(node in facts.fixed, Kind.ARGUMENT, site, node)
     facts.need_own(node, site)
@@ -78,11 +73,16 @@ def _resolve(node: fx.Node, swapped: bool, site: fx.Node, facts: Facts) -> Weigh
     need(v.dtype in FLOATING, Kind.WEIGHT_DTYPE, site, node, v.dtype)
     need(v.device.type in ("cpu", "cuda"), Kind.DEVICE, site, v.device.type)
     need(all(static_int(s) is not None for s in v.shape), Kind.SYMBOLIC_WEIGHT, site, node)
-    weight = WeightRef(node, transposed=not swapped)
-    along_k = node not in facts.stored or facts.stored[node].way.transposed == weight.transposed
+    along_k = node not in facts.stored or facts.stored[node].way.transposed == (not swapped)
     need(along_k, Kind.QUANTISED_ALONG_N, site, node)
-    need(weight.k % 2 == 0, Kind.ODD_K, site, weight.k)
-    return weight
+    count, *sizes = map(int, v.shape)
+    n, k = sizes if swapped else reversed(sizes)
+    need(k % 2 == 0, Kind.ODD_K, site, k)
+
+    def of(e: int) -> Parts:
+        return (Matrix(Ref(node, (Const(e), N, K) if swapped else (Const(e), K, N)), n, k),)
+
+    return EvenParts(of(0), of(1), count) if count > 1 else [of(0)]
 
 
 # --- rows sorted by expert ---
@@ -96,9 +96,9 @@ def sorted_product(node: fx.Node, facts: Facts) -> Product:
     need(len(shape(a)) == 2 and len(shape(mat2)) == 3, Kind.NOT_2D_BY_3D, node)
     need(value(offs).dtype == torch.int32, Kind.OFFSETS_DTYPE, node, value(offs).dtype)
     source, swapped = unswap(mat2)
-    weight = _resolve(source, swapped, node, facts)
-    need(shape(offs)[0] == weight.experts, Kind.OFFSETS_COUNT, node)
-    return Product(node, a, weight, offs=offs)
+    experts = _whole(source, swapped, node, facts)
+    need(shape(offs)[0] == len(experts), Kind.OFFSETS_COUNT, node)
+    return Product(node, a, experts, offs=offs)
 
 
 def _operand_names(node: fx.Node) -> tuple[str, str, str]:
@@ -120,11 +120,11 @@ def indexed_product(bmm: fx.Node, facts: Facts) -> Product:
         source, swapped_before = unswap(table)
         # As the right operand the gathered weight must be [S, K, N]; as the left one it is [S, N, K].
         swapped = swapped ^ swapped_before ^ weight_first
-        weight = _resolve(source, swapped, bmm, facts)
+        experts = _whole(source, swapped, bmm, facts)
         vector = shape(rows)[2 if weight_first else 1]
         need(vector == 1, Kind.ONE_ROW_A_WEIGHT, bmm)
         need(shape(rows)[0] == shape(index)[0], Kind.ONE_ID_A_ROW, bmm)
-        return Product(bmm, rows, weight, ids=index, unit_dim=2 if weight_first else 1)
+        return Product(bmm, rows, experts, ids=index, unit_dim=2 if weight_first else 1)
     refuse(Kind.NOT_GATHERED, bmm)
 
 
@@ -152,3 +152,81 @@ def _touches_weight(bmm: fx.Node, facts: Facts) -> bool:
         if source in facts.fixed and len(shape(source)) == 3 and value(source).dtype.is_floating_point:
             return True
     return False
+
+
+# --- as many rows for each expert ---
+
+ATTENTION = re.compile(r"attn|attention")
+"""Names of parameters that multiply batches in attention: MLA's absorbed projections, grouped output ones."""
+
+
+@dataclass(frozen=True)
+class Batched:
+    """node = a[e] W[e] for all experts, of which `experts` are the matrices."""
+
+    node: fx.Node
+    a: fx.Node
+    experts: list[tuple[Matrix, ...]]
+    left: bool
+    """The weight is the left operand: a is [E, K, T], and the result [E, N, T]."""
+    shared: bool
+    """All experts have the same rows: a is [.., T, K], and the result [.., T, E N]."""
+
+    @property
+    def weight(self) -> fx.Node:
+        return self.experts[0][0].ref.node
+
+    @property
+    def rows(self) -> Any:
+        return shape(self.a)[2 if self.left else -2]
+
+
+def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node]) -> Batched | None:
+    if not is_op(node, aten.bmm, aten.mm):
+        return None
+    a, b = operand(node), operand(node, 1)
+    for matrix, other, left in ((b, a, False), (a, b, True)):
+        if _is_written(matrix, written):
+            continue
+        v = reader.value(matrix, 0)
+        if is_op(node, aten.bmm) and (experts := _experts(v, left, reader)) is not None:
+            return Batched(node, other, experts, left, shared=False)
+        if not left and all(s == 1 for s in shape(other)[:-2]):
+            experts = _experts(_apart(v), left, reader)
+            if experts is not None:
+                return Batched(node, other, experts, left, shared=True)
+    return None
+
+
+def _apart(v: Value) -> Value:
+    """A weight [K, E N] as [E, K, N]."""
+    *lead, inner, last = v.dims
+    if any(lead) or len(last) != 2:
+        return v
+    return Value((last[:1], inner, last[1:]), v.term)
+
+
+def _is_written(node: fx.Node, written: set[fx.Node]) -> bool:
+    """Whether a tensor is a view of what a block has become, which is no weight."""
+    while node not in written and node.args and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node in written
+
+
+def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] | None:
+    """The matrices of a weight [E, K, N], or [E, N, K] as the left operand."""
+    if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
+        return None
+    if any(isinstance(i, Ref) for i in indices(v.term)):
+        return None  # gathered by ids
+    if ATTENTION.search(input_name(v.term.node)):
+        return None  # heads, or groups of heads
+    if len(v.dims) != 3 or any(len(g) != 1 for g in v.dims) or free_axes(v.term) != set(v.axes):
+        return None
+    e, inner, out = v.axes if not left else (v.axes[0], v.axes[2], v.axes[1])
+    sizes = [static_int(a.size) for a in (e, out, inner)]
+    if None in sizes:
+        return None
+    names: dict[Any, Axis] = {inner: K, out: N}
+    refs = [substitute(v.term, {**names, e: Const(i)}) for i in range(e.size)]
+    return [(Matrix(r, out.size, inner.size),) for r in refs]

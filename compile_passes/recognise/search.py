@@ -24,6 +24,7 @@ from ..graph.nodes import (
     shape,
     value,
 )
+from ..graph.walks import after, behind
 from ..index.indicators import is_eq
 from ..index.reader import Reader
 from ..index.terms import Apply, Const, Ref, free_axes, substitute, walk
@@ -152,14 +153,7 @@ class Search:
         it."""
         if isinstance(found, Mixture):
             self.reader.cut(found.root)
-            later: set[fx.Node] = set()
-            todo = list(found.root.users)
-            while todo:
-                node = todo.pop()
-                if node not in later:
-                    later.add(node)
-                    todo += node.users
-            self.reader.forget(later)
+            self.reader.forget(after(*found.root.users))
         return found
 
     def _by_routing(self, bits: int) -> list[int]:
@@ -347,8 +341,8 @@ class Search:
         it."""
         later = sum(1 << d for d, earlier in enumerate(self._earlier) if earlier & bits)
         last = self._downs[bits.bit_length() - 1]
-        after = itertools.dropwhile(lambda n: n is not last, self._nodes)
-        near = ((n, self._near[n]) for n in after)
+        from_last = itertools.dropwhile(lambda n: n is not last, self._nodes)
+        near = ((n, self._near[n]) for n in from_last)
         whole = (n for n, own in near if own & bits == bits and not own & later)
         return list(itertools.islice(whole, _STEPS_AFTER))
 
@@ -421,12 +415,8 @@ class Search:
 
     def _entering(self, step: fx.Node) -> list[fx.Node]:
         """Return `step` and all nodes that it depends on, in the graph's order."""
-        behind, todo = {step}, [step]
-        while todo:
-            new = set(todo.pop().all_input_nodes) - behind
-            behind |= new
-            todo += new
-        return [n for n in self.graph.nodes if n in behind]
+        entering = behind(step)
+        return [n for n in self.graph.nodes if n in entering]
 
     def _behind(self, step: fx.Node) -> Refusal | None:
         """Return a refusal for the first unreadable operator on rows of experts that `step` depends on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from torch import fx
 
@@ -13,22 +12,10 @@ from ..weights.facts import Facts
 from .branches import Matrix
 
 
-class Sized(Protocol):
-    """A matrix [n, k] of each expert."""
-
-    @property
-    def n(self) -> int: ...
-    @property
-    def k(self) -> int: ...
-
-
 def need_wide(matrices: Iterable[Matrix], site: fx.Node, facts: Facts) -> None:
-    """Refuse matrices with a side below SMALLEST_SIDE, such as adapters (LoRA)."""
+    """Refuse matrices with a side below SMALLEST_SIDE, such as adapters (LoRA).
+
+    Weights that the model holds in 4 bits may have any size."""
     for m in matrices:
-        need_wide_weight(m.ref.node, m, site, facts)
-
-
-def need_wide_weight(weight: fx.Node, matrix: Sized, site: fx.Node, facts: Facts) -> None:
-    """`need_wide` for one weight. A weight that the model holds in 4 bits may have any size."""
-    wide = facts.in_4_bits(weight) or min(matrix.n, matrix.k) >= SMALLEST_SIDE
-    need(wide, Kind.NARROW, site, weight, matrix.n, matrix.k)
+        wide = facts.in_4_bits(m.ref.node) or min(m.n, m.k) >= SMALLEST_SIDE
+        need(wide, Kind.NARROW, site, m.ref.node, m.n, m.k)

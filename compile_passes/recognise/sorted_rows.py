@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..graph.nodes import ASSERTIONS, is_op
+from ..graph.walks import reached
 from ..index.terms import free_axes
 from ..refusal import Kind, need
 from .mixture import Mixture
@@ -27,17 +28,13 @@ def need_one_operator(m: Mixture, down: fx.Node) -> None:
 
 def _need_only_users(down: fx.Node, root: fx.Node) -> None:
     """Prove that nothing else reads the nodes between the product and the block's output."""
-    before, todo = {root}, [root]
-    while todo:
-        new = {n for n in todo.pop().all_input_nodes if down < n} - before
-        before |= new
-        todo += new
+    before = reached([root], lambda node: (n for n in node.all_input_nodes if down < n))
     seen, todo = {down}, [down]
     while todo:
         node = todo.pop()
         if node is root:
             continue
         users = [n for n in node.users if not is_op(n, *ASSERTIONS)]
-        need(before.issuperset(users), Kind.READ_OUTSIDE, node, node)
+        need(before.keys() >= set(users), Kind.READ_OUTSIDE, node, node)
         todo += [n for n in users if n not in seen]
         seen.update(users)

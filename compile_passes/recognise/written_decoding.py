@@ -22,6 +22,7 @@ from torch import Tensor, fx
 from ...meta.formats import FORMATS
 from ...meta.torch_internals import FakeTensorMode
 from ..graph.nodes import FLOATING, Canon, arguments, aten, is_op, is_pure, is_tensor, shape, value
+from ..graph.walks import behind
 from ..index.axes import Opaque, Renamed, same
 from ..index.reader import Reader
 from ..index.terms import Affine, Apply, Axis, Choose, Const, Mix, Ref, Term, Value, free_axes, interning
@@ -61,11 +62,12 @@ def _decode_all(graph: fx.Graph, constant: set[fx.Node], facts: Facts, fake_mode
             continue
         try:
             new = _replace(graph, node, reader, fake_mode)
-            unused = _behind(node) - _behind(new)
+            used = behind(new)
+            unused = (n for n in behind(node) if n not in used)
             facts.tables[new] = tuple(n for n in unused if n.op == "placeholder" and n in facts.constants)
         except Opaque:
             continue
-        done |= _behind(node)
+        done.update(behind(node))
         node.replace_all_uses_with(new)
 
 
@@ -89,16 +91,6 @@ def _note_tables(graph: fx.Graph, constant: set[fx.Node], values: dict[fx.Node, 
             kwargs = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
             with torch.inference_mode(False), torch.no_grad():
                 values[node] = node.target(*args, **kwargs)
-
-
-def _behind(node: fx.Node) -> set[fx.Node]:
-    found, todo = set(), [node]
-    while todo:
-        n = todo.pop()
-        if n not in found:
-            found.add(n)
-            todo.extend(n.all_input_nodes)
-    return found
 
 
 class Decoder(Reader):

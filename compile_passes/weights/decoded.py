@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ...relayout import relayout
 from ..graph.nodes import arguments, is_op, is_pure, is_tensor, shape
+from ..graph.walks import behind
 from .facts import Facts, Stored
 from .prequantized import Parts, Prequantized
 
@@ -71,18 +72,9 @@ def _extract(
     outputs: list[fx.Node], fixed: set[fx.Node]
 ) -> tuple[tuple[fx.Node, ...], fx.GraphModule] | None:
     """Return (inputs, a program from them to three outputs), if the outputs depend only on fixed inputs."""
-    needed: set[fx.Node] = set()
-    todo = list(outputs)
-    while todo:
-        node = todo.pop()
-        if node in needed:
-            continue
-        pure = node.op == "call_function" and is_pure(node) and is_tensor(node)
-        if not (pure or node in fixed):
-            return None
-        needed.add(node)
-        if node.op != "placeholder":
-            todo.extend(node.all_input_nodes)
+    needed = behind(*outputs)
+    if not all(n in fixed or (n.op == "call_function" and is_pure(n) and is_tensor(n)) for n in needed):
+        return None
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     inputs: list[fx.Node] = []

@@ -61,14 +61,6 @@ class Assembly:
         rows = len(self.experts[0]) * self.n
         return (len(self.experts), rows, self.k) if self.k else (len(self.experts), rows)
 
-    @staticmethod
-    def of_one(e: int, n: int, k: int, transposed: bool) -> Assembly:
-        """Return the assembly of one parameter without changes."""
-        rows: tuple[tuple[Any, ...], ...] = (
-            (("k", 0, 1), ("n", 0, 1)) if transposed else (("n", 0, 1), ("k", 0, 1))
-        )
-        return Assembly(tuple((Piece(0, (("at", i), *rows)),) for i in range(e)), n, k)
-
     def build(self, *weights: torch.Tensor) -> torch.Tensor:
         sizes = {"n": self.n, "k": self.k}
         rows = []
