@@ -23,7 +23,7 @@ from ..graph.nodes import (
 )
 from ..operands import operand
 from ..refusal import Kind, need, refuse
-from .axes import Opaque, dimension, same
+from .axes import Opaque, dimension, reads, same
 from .conditions import Conditions
 from .indicators import is_indicator
 from .joined import joined
@@ -86,6 +86,7 @@ class Arithmetic(Conditions):
         dims = self._joined(values)
         return Value(dims, Apply(node.target, args, kwargs, self.ref(node, dims)))
 
+    @reads(aten.glu)
     def _glu(self, node: fx.Node, level: int) -> Value:
         """Read GLU: the first half times the sigmoid of the second."""
         a = arguments(node)
@@ -98,6 +99,7 @@ class Arithmetic(Conditions):
         opened = Apply(aten.sigmoid.default, (gate.term,))
         return Value(up.dims, Mul(up.term, opened, self.ref(node, up.dims)))
 
+    @reads(aten.mul)
     def _mul(self, node: fx.Node, level: int) -> Value:
         a, b = node.args[:2]
         if level == 0 and not (is_tensor(a) and is_tensor(b) and _scales_rows(a, b)):
@@ -111,6 +113,7 @@ class Arithmetic(Conditions):
         factors = [next(terms).term if is_tensor(n) else self._number(n) for n in (a, b)]
         return Value(dims, Mul(factors[0], factors[1], self.ref(node, dims)))
 
+    @reads(aten.add)
     def _add(self, node: fx.Node, level: int) -> Value:
         if level == 0 or node.kwargs.get("alpha", 1) != 1 or value(node).dtype not in FLOATING:
             raise Opaque
@@ -137,6 +140,7 @@ class Arithmetic(Conditions):
         args = [t for t in args if not (isinstance(t, Const) and t.value == 0)] or [Const(0.0)]
         return args[0] if len(args) == 1 else Add(args, self.ref(node, dims))
 
+    @reads(aten.addcmul)
     def _addcmul(self, node: fx.Node, level: int) -> Value:
         """Read addcmul: input + tensor1 * tensor2."""
         if level == 0 or arguments(node)["value"] != 1 or value(node).dtype not in FLOATING:
@@ -145,6 +149,7 @@ class Arithmetic(Conditions):
         dims, (first, a, b) = self._joined(values), [v.term for v in values]
         return Value(dims, self._total([first, Mul(a, b)], node, dims))
 
+    @reads(aten.sum)
     def _sum(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         source = a["self"]
@@ -154,6 +159,7 @@ class Arithmetic(Conditions):
         dims = a.get("dim") or list(range(len(shape(source))))
         return self._reduced(node, inner, dims, a.get("keepdim"), Sum)
 
+    @reads(aten.mean)
     def _mean(self, node: fx.Node, level: int) -> Value:
         """Read a mean, as in the norm of an expert's output."""
         a = arguments(node)
@@ -162,6 +168,7 @@ class Arithmetic(Conditions):
         v = self.value(a["self"], level)
         return self._reduced(node, v, a["dim"], a.get("keepdim"), Mean)
 
+    @reads(aten.any)
     def _any(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         v = self.value(a["self"], 0)
@@ -190,6 +197,7 @@ class Arithmetic(Conditions):
 
     # --- products ---
 
+    @reads(aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
     def _product(self, node: fx.Node, level: int) -> Value:
         if level == 0:
             raise Opaque
@@ -260,6 +268,7 @@ class Arithmetic(Conditions):
 
     # --- results put together ---
 
+    @reads(aten.stack, aten.cat)
     def _stack(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         parts, rank = a["tensors"], len(shape(node))
@@ -285,13 +294,7 @@ class Arithmetic(Conditions):
                 values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
         if level == 1 and rows is None:
             raise Opaque
-        first = values[0]
-        terms = [first.term]
-        for v in values[1:]:
-            head, v = self.together(first, v, [(i, i) for i in range(len(first.dims))])
-            if head is not first:
-                raise Opaque
-            terms.append(v.term)
+        first, terms = values[0], self._over_the_same(values)
         if rows is not None:
             assert rows.key is not None
             return Value(((rows,), *first.dims), Choose(rows.key, terms))
@@ -299,25 +302,34 @@ class Arithmetic(Conditions):
         dims = (*first.dims[:d], (axis,), *first.dims[d:])
         return Value(dims, Choose(axis, terms, self.ref(node, dims)))
 
+    def _over_the_same(self, values: list[Value], but: int | None = None) -> list[Term]:
+        """Return the terms of values of one shape, over the axes of the first.
+
+        but: the dimension in which they may differ."""
+        first, terms = values[0], [values[0].term]
+        for v in values[1:]:
+            head, v = self.together(first, v, [(i, i) for i in range(len(first.dims)) if i != but])
+            if head is not first:
+                raise Opaque
+            terms.append(v.term)
+        return terms
+
     def _whole_again(self, node: fx.Node, values: list[Value], d: int) -> Value | None:
         """Join slices in the order in which they were cut, such as products with slices of one weight."""
         if not all(len(v.dims[d]) == 1 for v in values):
             return None
-        first, terms = values[0], [values[0].term]
-        for v in values[1:]:
-            try:
-                head, v = self.together(first, v, [(i, i) for i in range(len(first.dims)) if i != d])
-            except Opaque:
-                return None
-            if head is not first:
-                return None
-            terms.append(v.term)
+        first = values[0]
+        try:
+            terms = self._over_the_same(values, d)
+        except Opaque:
+            return None
         found = joined(terms, [v.dims[d][0] for v in values])
         if found is None:
             return None
         whole, term = found
         return Value((*first.dims[:d], (whole,), *first.dims[d + 1 :]), term)
 
+    @reads(aten.copy)
     def _copied(self, node: fx.Node, level: int) -> Value:
         """Read a tensor after another one was copied into it."""
         old, new = operand(node), operand(node, 1)
@@ -325,6 +337,7 @@ class Arithmetic(Conditions):
             raise Opaque
         return self.value(new, level)
 
+    @reads(aten.select_scatter)
     def _select_scatter(self, node: fx.Node, level: int) -> Value:
         """Read a tensor with one part replaced. Each index along the dimension becomes a part of its own."""
         a = arguments(node)
@@ -343,12 +356,7 @@ class Arithmetic(Conditions):
 
     def _joined_parts(self, node: fx.Node, values: list[Value], d: int) -> Value:
         """Read parts of one size, one below the other: part i has the rows from i times that size on."""
-        first, terms = values[0], [values[0].term]
-        for v in values[1:]:
-            head, v = self.together(first, v, [(i, i) for i in range(len(first.dims))])
-            if head is not first:
-                raise Opaque
-            terms.append(v.term)
+        first, terms = values[0], self._over_the_same(values)
         axis = Axis(len(values))
         dims = (*first.dims[:d], (axis, *first.dims[d]), *first.dims[d + 1 :])
         return Value(dims, Choose(axis, terms, self.ref(node, dims)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -53,6 +53,21 @@ def dimension(d: int, rank: int) -> int:
     if not -rank <= d < rank:
         raise Opaque
     return d % rank
+
+
+READERS: dict[Any, str] = {}
+"""Operator -> the method of the reader that turns a call of it into a term."""
+Method = TypeVar("Method", bound=Callable[..., Value])
+
+
+def reads(*operators: Any) -> Callable[[Method], Method]:
+    """Make a method the one that reads calls of these operators of aten, with any overload."""
+
+    def mark(method: Method) -> Method:
+        READERS.update(dict.fromkeys(operators, method.__name__))
+        return method
+
+    return mark
 
 
 class Values:

@@ -9,9 +9,9 @@ from torch import fx
 
 from ..graph.nodes import arguments, aten, is_op, is_tensor, value
 from ..operands import operand
-from .axes import Opaque
+from .axes import Opaque, reads
 from .indexing import Indexing
-from .indicators import as_boolean, indicator, is_boolean, is_indicator, opposite
+from .indicators import INDICATOR, as_boolean, indicator, is_boolean, is_indicator, opposite
 from .terms import Add, Apply, Axis, Composite, Const, Mul, Ref, Term, Value, flatten
 
 
@@ -29,6 +29,7 @@ class Conditions(Indexing):
             raise Opaque
         return Const(x)
 
+    @reads(*INDICATOR)
     def _compare(self, node: fx.Node, level: int) -> Value:
         """Read comparisons of ids with experts, or of routing weights with zero, as indicators: 0 or 1."""
         a, b = operand(node), node.args[1]
@@ -51,6 +52,7 @@ class Conditions(Indexing):
         v = self.value(node, 0)
         return self.opaque(node) if isinstance(v.term, Composite) else v
 
+    @reads(aten.logical_and, aten.bitwise_and)
     def _and(self, node: fx.Node, level: int) -> Value:
         """Read the conjunction of two conditions."""
         if value(node).dtype != torch.bool or not all(is_tensor(n) for n in node.args[:2]):
@@ -60,12 +62,14 @@ class Conditions(Indexing):
             raise Opaque
         return Value(self._joined([a, b]), Mul(a.term, b.term))
 
+    @reads(aten.logical_not, aten.bitwise_not)
     def _not(self, node: fx.Node, level: int) -> Value:
         v = self.value(operand(node), 0)
         if value(node).dtype != torch.bool or not is_boolean(v.term):
             raise Opaque
         return Value(v.dims, opposite(v.term))
 
+    @reads(aten.eye)
     def _eye(self, node: fx.Node, level: int) -> Value:
         """Read an identity matrix: row i is 1 in column i."""
         own = self.opaque(node)
@@ -73,6 +77,7 @@ class Conditions(Indexing):
             raise Opaque
         return Value(own.dims, Apply(aten.eq, own.axes))
 
+    @reads(aten.where)
     def _where(self, node: fx.Node, level: int) -> Value:
         """Read where(mask, a, 0) and where(mask, 0, a): a times an indicator."""
         mask, a, other = node.args
@@ -99,6 +104,7 @@ class Conditions(Indexing):
         by = mask.term if wanted else opposite(mask.term)
         return Value(dims, Add([*less, *(Mul(by, t) for t in added)], self.ref(node, dims)))
 
+    @reads(aten.masked_fill)
     def _masked_fill(self, node: fx.Node, level: int) -> Value:
         """Read masked_fill(a, mask, 0): a times the opposite of the mask."""
         a = arguments(node)

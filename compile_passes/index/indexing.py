@@ -21,7 +21,7 @@ from ..graph.nodes import (
     value,
 )
 from ..operands import integer, operand, several
-from .axes import Opaque, dimension, prefix, same, spread
+from .axes import Opaque, dimension, prefix, reads, same, spread
 from .indicators import as_boolean, is_boolean, is_eq, is_indicator
 from .routing import distinct
 from .sorted_rows import SortedRows, sorted_rows
@@ -47,9 +47,11 @@ from .terms import (
 class Indexing(SortedRows):
     # --- re-indexing ---
 
+    @reads(aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)
     def _copy(self, node: fx.Node, level: int) -> Value:
         return self.value(operand(node), level)
 
+    @reads(aten._to_copy)
     def _cast(self, node: fx.Node, level: int) -> Value:
         """Read a cast. Casts between floats only round. Indicators are 0 and 1 in any type, and ids fit
         their type."""
@@ -66,6 +68,7 @@ class Indexing(SortedRows):
             return inner
         raise Opaque
 
+    @reads(aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten)
     def _view(self, node: fx.Node, level: int) -> Value:
         source = operand(node)
         if is_op(source, aten.nonzero) and len(shape(node)) == 1 and shape(source)[1] == 1:
@@ -119,6 +122,7 @@ class Indexing(SortedRows):
         of_whole = len(plain) == len(whole) and all(same(a.size, s) for a, s in zip(plain, whole))
         return of_whole and same(ours[-1], new[-1])
 
+    @reads(aten.permute, aten.transpose, aten.t)
     def _permute(self, node: fx.Node, level: int) -> Value:
         v = self.value(operand(node), level)
         rank = len(v.dims)
@@ -130,6 +134,7 @@ class Indexing(SortedRows):
             order[i], order[j] = order[j], order[i]
         return Value(tuple(v.dims[d] for d in order), v.term)
 
+    @reads(aten.expand)
     def _expand(self, node: fx.Node, level: int) -> Value:
         v = self.value(operand(node), level)
         new = shape(node)
@@ -139,12 +144,14 @@ class Indexing(SortedRows):
             v.term,
         )
 
+    @reads(aten.repeat)
     def _repeat(self, node: fx.Node, level: int) -> Value:
         v = self.value(operand(node), level)
         times = several(node, 1)
         dims = ((),) * (len(times) - len(v.dims)) + v.dims
         return Value(tuple(g if same(n, 1) else (Axis(n), *g) for g, n in zip(dims, times)), v.term)
 
+    @reads(aten.select)
     def _select(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         d = dimension(a["dim"], len(shape(a["self"])))
@@ -187,6 +194,7 @@ class Indexing(SortedRows):
             raise Opaque
         return dict(zip(group, index.parts))
 
+    @reads(aten.slice)
     def _slice(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         size, new = (shape(n)[dimension(a["dim"], len(shape(n)))] for n in (a["self"], node))
@@ -252,6 +260,7 @@ class Indexing(SortedRows):
             return self._part(self.value(whole, level), a["dim"], sum(sizes[:index]), 1, sizes[index])
         raise Opaque
 
+    @reads(aten.arange)
     def _arange(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         if a.get("start", 0) != 0 or a.get("step", 1) != 1 or value(node).dtype.is_floating_point:
@@ -259,6 +268,8 @@ class Indexing(SortedRows):
         own = self.opaque(node)
         return Value(own.dims, own.axes[0] if own.axes else Const(0))
 
+    @reads(aten.zeros, aten.zeros_like, aten.new_zeros, aten.full, aten.full_like, aten.scalar_tensor)
+    @reads(aten.empty, aten.empty_like, aten.new_empty)
     def _fill(self, node: fx.Node, level: int) -> Value:
         own = self.opaque(node)
         if is_op(node, aten.empty, aten.empty_like, aten.new_empty):
@@ -385,6 +396,7 @@ class Indexing(SortedRows):
     def _pointwise(self, node: fx.Node, level: int) -> Value:
         raise NotImplementedError
 
+    @reads(aten.floor_divide, aten.div)
     def _divide(self, node: fx.Node, level: int) -> Value:
         """Read pair // k: a row's token, from the number of its (token, choice) pair."""
         if is_op(node, aten.div) and node.kwargs.get("rounding_mode") not in ("floor", "trunc"):
@@ -414,6 +426,7 @@ class Indexing(SortedRows):
                     return Value(v.dims, parts[0])
         raise Opaque
 
+    @reads(aten.remainder)
     def _remainder(self, node: fx.Node, level: int) -> Value:
         """Read ids % E, which take_along_dim computes, as the ids if they were chosen among E experts."""
         source, by = operand(node), node.args[1]
@@ -435,6 +448,7 @@ class Indexing(SortedRows):
                 at = rows.bound.index(axis)
                 rows.bound = (*rows.bound[:at], *parts, *rows.bound[at + 1 :])
 
+    @reads(aten.index, aten.index_select, aten.embedding)
     def _index(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         whole = a["weight"] if is_op(node, aten.embedding) else a["self"]
@@ -506,6 +520,7 @@ class Indexing(SortedRows):
         term = substitute(table.term, dict(zip(mask.axes, rows.bound)))
         return Value((*table.dims[:first], (rows,), *table.dims[first + count :]), term)
 
+    @reads(aten.masked_select)
     def _masked_select(self, node: fx.Node, level: int) -> Value:
         """Read masked_select: elements, or whole rows one after another in one dimension."""
         a = arguments(node)
@@ -520,6 +535,7 @@ class Indexing(SortedRows):
         chosen = self._selected(table, mask, rows, 0, count)
         return Value((tuple(chosen.axes),), chosen.term)
 
+    @reads(aten.gather)
     def _gather(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         table, index = self.value(a["self"], level), self.value(a["index"], 0)

@@ -11,7 +11,7 @@ from ..graph.nodes import arguments, aten, is_op, is_tensor, same_shape, shape, 
 from ..operands import operand, several
 from ..refusal import Kind, Refusal, Refused, need
 from .arithmetic import Arithmetic
-from .axes import Opaque, same
+from .axes import Opaque, reads, same
 from .indicators import is_eq
 from .routing import distinct
 from .terms import (
@@ -34,6 +34,7 @@ from .terms import (
 
 
 class WrittenRows(Arithmetic):
+    @reads(aten.index_add)
     def _index_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         if a["dim"] != 0 or a["alpha"] != 1:
@@ -48,6 +49,7 @@ class WrittenRows(Arithmetic):
             found = self._added(node, level, found, [self.value(places, 0)], rows)
         return found
 
+    @reads(aten.scatter_add)
     def _scatter_add(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         whole = shape(a["src"])
@@ -65,12 +67,14 @@ class WrittenRows(Arithmetic):
             return self._added_in_pieces(node, level, a["self"], rows, a["src"])
         return self._accumulate(node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
 
+    @reads(aten.scatter_reduce)
     def _scatter_reduce(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         if a["reduce"] != "sum" or not a["include_self"]:
             raise Opaque
         return self._scatter_add(node, level)
 
+    @reads(aten.index_put)
     def _index_put(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         indices = a["indices"]
@@ -96,6 +100,7 @@ class WrittenRows(Arithmetic):
             return self._accumulate(node, level, base, where, added)
         return self._overwrite(node, level, base, where, rows)
 
+    @reads(aten.masked_scatter)
     def _masked_scatter(self, node: fx.Node, level: int) -> Value:
         """Read masked_scatter of whole rows: rows that this mask chose go back to their places, in order."""
         a = arguments(node)
@@ -127,6 +132,7 @@ class WrittenRows(Arithmetic):
                 return y
         return None
 
+    @reads(aten.index_copy)
     def _index_copy(self, node: fx.Node, level: int) -> Value:
         a = arguments(node)
         if a["dim"] != 0:
