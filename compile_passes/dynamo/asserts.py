@@ -9,13 +9,16 @@ what raises the error, not around it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...meta.torch_internals import assert_async
 from . import api
 
+if TYPE_CHECKING:
+    from .api import Instruction, Tracer
 
-def into_the_graph(tx: Any, jump: Any) -> bool:
+
+def into_the_graph(tx: Tracer, jump: Instruction) -> bool:
     """Whether `jump` only chose if an AssertionError is raised; the graph asserts its condition now."""
     condition = tx.stack[-1]
     if (
@@ -47,7 +50,7 @@ def into_the_graph(tx: Any, jump: Any) -> bool:
     return True
 
 
-def _raising(following: Sequence[Any]) -> list[str] | None:
+def _raising(following: Sequence[Instruction]) -> list[str] | None:
     """The names of the instructions up to the raise, if all they do is to raise an AssertionError."""
     names: list[str] = []
     for inst in following:

@@ -16,7 +16,7 @@ import dis
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import sympy
 import torch
@@ -32,7 +32,10 @@ from .asserts import into_the_graph
 from .bytecode import asks_for
 from .empty_masks import empty_with
 from .empty_rows import Named, Nothing, Way, has_all_rows
-from .session import Grown, Place, attempts, is_watched, session
+from .session import Grown, Place, attempts, session
+
+if TYPE_CHECKING:
+    from .api import Handler, Instruction, OutputGraph, Tracer, Variable
 
 SEEN_THROUGH = "fp4_branches_seen_through"
 """Key of `torch._dynamo.utils.counters`, which counts places (file:line)."""
@@ -52,14 +55,11 @@ KEPT: dict[str, Kept] = {}
 """By place, the latest."""
 
 
-Handler = Callable[[Any, Any], None]
-
-
 JUMPS = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
 
 
 def answering_first(method: Handler) -> Handler:
-    def jump(tx: Any, inst: Any) -> None:
+    def jump(tx: Tracer, inst: Instruction) -> None:
         if session(tx.output).grown:
             _asks_whether_there_are_rows(tx, inst)
         answer = known_values.number(tx.stack[-1])
@@ -74,10 +74,10 @@ def answering_first(method: Handler) -> Handler:
     return jump
 
 
-def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
+def _take_the_way_that_works(tx: Tracer, branch: Instruction) -> bool | None:
     """Return the condition on the stack for the case with rows, if both ways may prove equal. Else None."""
     asked = _rows_asked_for(tx.stack[-1], tx.output)
-    around = tx.step if is_watched(tx) else None
+    around = _watching(tx)
     if asked is None or (around and not around.replaced) or is_kept(tx, branch):
         return None
     nothing, empty = asked
@@ -87,7 +87,7 @@ def _take_the_way_that_works(tx: Any, branch: Any) -> bool | None:
     return not empty
 
 
-def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:
+def _asks_whether_there_are_rows(tx: Tracer, jump: Instruction) -> None:
     """`if len(outputs):`, of a list with something for each expert that has rows: some expert has any, if the
     list is of all experts and there are rows."""
     asked = asks_for(tx, jump)
@@ -99,36 +99,36 @@ def _asks_whether_there_are_rows(tx: Any, jump: Any) -> None:
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch")
 
 
-def is_kept(tx: Any, inst: Any) -> bool:
+def is_kept(tx: Tracer, inst: Instruction) -> bool:
     return (tx.f_code, inst.offset) in _kept(tx)
 
 
-def _kept(tx: Any) -> set[Place]:
+def _kept(tx: Tracer) -> set[Place]:
     return attempts(tx.speculation_log).kept
 
 
-def begins_again(tx: Any, inst: Any) -> None:
+def begins_again(tx: Tracer, inst: Instruction) -> None:
     """Trace the function again and keep `inst` as it is, without the nodes that had replaced it."""
     _kept(tx).add((tx.f_code, inst.offset))
     raise UnspecializeRestartAnalysis(restart_reason="fp4: a loop within what is skipped")
 
 
-def watch(tx: Any, way: Way, branch: Any, replaced: bool = False) -> None:
+def watch(tx: Tracer, way: Way, branch: Instruction, replaced: bool = False) -> None:
     """Has `way` proved when it ends. replaced: it is a round of a loop over all experts."""
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
-    tx.step = _Watched(tx, way, branch, place, replaced, tx.step if is_watched(tx) else None, tx.step)
+    tx.step = _Watched(tx, way, branch, place, replaced, _watching(tx), tx.step)
 
 
 @dataclass
 class _Watched:
     """Stands in place of `tx.step` until both ways meet."""
 
-    tx: Any
+    tx: Tracer
     way: Way
-    branch: Any
+    branch: Instruction
     place: str
     replaced: bool
-    around: Any
+    around: _Watched | None
     """Another that watched the frame before."""
     step: Callable[[], bool]
 
@@ -170,7 +170,11 @@ class _Watched:
             raise Refused(Refusal(Kind.FAILS_FOR_ALL, None, (in_short(error),))) from error
 
 
-def of_an_expert(output: Any, rows: Any) -> Nothing:
+def _watching(tx: Tracer) -> _Watched | None:
+    return tx.step if isinstance(tx.step, _Watched) else None
+
+
+def of_an_expert(output: OutputGraph, rows: sympy.Basic | None) -> Nothing:
     """Return what is empty if a number of rows is 0.
 
     If it is a count of ids, the expert's masks are empty, too.
@@ -183,7 +187,7 @@ def of_an_expert(output: Any, rows: Any) -> Nothing:
     return Nothing({rows})
 
 
-def _rows_asked_for(condition: Any, output: Any) -> tuple[Nothing, bool] | None:
+def _rows_asked_for(condition: Variable, output: OutputGraph) -> tuple[Nothing, bool] | None:
     """Return what is empty if there are no rows, and the value of `condition` then. It is the opposite for
     every other number of rows. None if it asks for anything else, or if its answer is known."""
     nothing = Nothing()
@@ -218,7 +222,7 @@ _COMPARISONS = {
 }  # fmt: skip
 
 
-def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, Any] | None:
+def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, sympy.Basic] | None:
     """The mask and the condition for `mask.any()`, `mask.sum() == 0` and their like. Nothing may have been
     traced since: the mask is still what it was."""
     last = next(iter(reversed(node.graph.nodes)))
@@ -240,7 +244,7 @@ def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, Any] | None:
     return (mask, expr) if isinstance(mask, fx.Node) and example(mask).dtype == torch.bool else None
 
 
-def _first_work(tx: Any, at: Any) -> int:
+def _first_work(tx: Tracer, at: Instruction) -> int:
     """From instruction `at` on: past jumps, and conditions on what a module has, as `elif self.training:`."""
     while True:
         if at.opcode in JUMP_OPCODES & TERMINAL_OPCODES:
@@ -253,15 +257,15 @@ def _first_work(tx: Any, at: Any) -> int:
             return int(tx.indexof[at])
 
 
-def _past_constant(tx: Any, at: Any) -> Any:
+def _past_constant(tx: Tracer, at: Instruction) -> Instruction | None:
     """Where the condition that begins at instruction `at` leads to, if that asks for a module's attribute,
     which is a constant; None otherwise."""
     found = tx.symbolic_locals.get(at.argval) if at.opname in ("LOAD_FAST", "LOAD_FAST_BORROW") else None
-    i = tx.indexof[at] + 1
+    i, modules = tx.indexof[at] + 1, (api.NNModuleVariable, api.UnspecializedNNModuleVariable)
     while found is not None and tx.instructions[i].opname == "LOAD_ATTR":
         name = tx.instructions[i].argval
         owner = found.realize()
-        if not isinstance(owner, _modules()) or not isinstance(name, str):
+        if not isinstance(owner, modules) or not isinstance(name, str):
             return None
         found, i = owner.var_getattr(tx, name), i + 1
     jump = tx.instructions[i + (tx.instructions[i].opname == "TO_BOOL")]
@@ -271,7 +275,3 @@ def _past_constant(tx: Any, at: Any) -> Any:
         return None
     jumps = bool(found.as_python_constant()) is ("IF_TRUE" in jump.opname)
     return jump.target if jumps else tx.instructions[tx.indexof[jump] + 1]
-
-
-def _modules() -> tuple[Any, ...]:
-    return api.NNModuleVariable, api.UnspecializedNNModuleVariable

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...meta.text import first_line
 from ..naming import TORCH, short_path
 from .api import graph_break_reasons
+
+if TYPE_CHECKING:
+    from .api import GraphCompileReason
 
 _SIZE = "data-dependent expression"
 """In Dynamo's reason: Python asks for a number that only the data knows."""
@@ -19,13 +22,13 @@ def known_breaks() -> int:
     return len(graph_break_reasons)
 
 
-def breaks_since(known: int) -> list[Any]:
+def breaks_since(known: int) -> list[GraphCompileReason]:
     """Return Dynamo's reasons after the first `known`; all of them if it has forgotten those."""
     since = known if known <= len(graph_break_reasons) else 0
     return [b for b in graph_break_reasons[since:] if b.reason != "step_unsupported"]
 
 
-def described(broken: Any) -> str:
+def described(broken: GraphCompileReason) -> str:
     """The reason, and the user's line that it is for."""
     frame = innermost(broken.user_stack)
     return reason_of(broken.reason) if frame is None else f"{reason_of(broken.reason)}, {place(frame)}"
@@ -53,7 +56,9 @@ def innermost(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary
     return own[-1] if own else None
 
 
-def inside(function: str, path: str, line: int | None, breaks: Sequence[Any]) -> Any:
+def inside(
+    function: str, path: str, line: int | None, breaks: Sequence[GraphCompileReason]
+) -> GraphCompileReason | None:
     """The break in what this line of a function calls: the cause where Dynamo names a generator or a
     comprehension, which it cannot leave half-way."""
     for b in breaks:

@@ -8,52 +8,57 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
+
+import torch
 
 from .api import HASFREE, HASLOCAL, JUMP_OPCODES
+
+if TYPE_CHECKING:
+    from .api import Instruction, Tracer
 
 _NOTHING = ("PRECALL", "PUSH_NULL", "TO_BOOL", "NOP", "CACHE")
 
 
-def _code(tx: Any) -> list[Any]:
+def _code(tx: Tracer) -> list[Instruction]:
     code = tx.instructions
     return [i for at, i in enumerate(code) if i.opname not in _NOTHING and not _loads_a_method(code, at - 2)]
 
 
-def _loads_a_method(code: Sequence[Any], at: int) -> bool:
+def _loads_a_method(code: Sequence[Instruction], at: int) -> bool:
     """Whether an attribute that is called at once is loaded by three instructions: torch 2.15 writes Python
     3.12's marked LOAD_ATTR so."""
     names = [i.opname for i in code[at : at + 3]] if at >= 0 else []
     return names == ["LOAD_ATTR", "PUSH_NULL", "SWAP"]
 
 
-def _names(inst: Any) -> Sequence[str]:
+def _names(inst: Instruction) -> Sequence[str]:
     if inst.opcode not in HASLOCAL and inst.opcode not in HASFREE:
         return ()
     return inst.argval if isinstance(inst.argval, tuple) else (inst.argval,)
 
 
-def _uses(code: Sequence[Any], name: str) -> Iterator[tuple[int, Any]]:
+def _uses(code: Sequence[Instruction], name: str) -> Iterator[tuple[int, Instruction]]:
     return ((at, i) for at, i in enumerate(code) if name in _names(i))
 
 
-def _is(inst: Any, opname: str, argval: Any = None) -> bool:
+def _is(inst: Instruction, opname: str, argval: object = None) -> bool:
     return inst.opname == opname and (argval is None or inst.argval == argval)
 
 
-def _builtin(tx: Any, inst: Any, *names: str) -> bool:
+def _builtin(tx: Tracer, inst: Instruction, *names: str) -> bool:
     own = inst.opname == "LOAD_GLOBAL" and inst.argval in names
     return own and not any(inst.argval in scope for scope in (tx.f_globals, tx.symbolic_globals))
 
 
-def _called(tx: Any, inst: Any) -> bool:
+def _called(tx: Tracer, inst: Instruction) -> bool:
     """LOAD_METHOD, which is an attribute with a mark from Python 3.12 on."""
     if inst.opname != "LOAD_ATTR" or sys.version_info < (3, 12):
         return inst.opname == "LOAD_METHOD"
     return bool((inst.arg or 0) & 1) or _loads_a_method(tx.instructions, tx.indexof[inst])
 
 
-def _goes_into(tx: Any) -> tuple[list[Any], int]:
+def _goes_into(tx: Tracer) -> tuple[list[Instruction], int]:
     """The instructions, and which of them takes the result of the call that `tx` is at."""
     code, at = _code(tx), tx.instruction_pointer
     while tx.instructions[at].opname in _NOTHING:
@@ -71,7 +76,7 @@ Each adds a value or replaces several by one.
 """
 
 
-def _assigned_with_others(code: Sequence[Any], at: int) -> int:
+def _assigned_with_others(code: Sequence[Instruction], at: int) -> int:
     """Which instruction stores what lies on the stack before `at`, in `a, b = x, y`; otherwise `at`."""
     above, here = 0, at
     while above or code[here].opname in ("SWAP", *_VALUES):
@@ -90,7 +95,7 @@ def _assigned_with_others(code: Sequence[Any], at: int) -> int:
     return here if code[here].opname == "STORE_FAST" else at
 
 
-def _later_uses(code: Sequence[Any], here: int) -> list[tuple[int, Any]]:
+def _later_uses(code: Sequence[Instruction], here: int) -> list[tuple[int, Instruction]]:
     """The uses of the local that instruction `here` stores; in a loop also those before it."""
     positions = {id(i): at for at, i in enumerate(code)}
     again = any(i.opcode in JUMP_OPCODES and positions.get(id(i.target), 0) < here for i in code[here:])
@@ -98,7 +103,7 @@ def _later_uses(code: Sequence[Any], here: int) -> list[tuple[int, Any]]:
     return [(at, i) for at, i in _uses(code, code[here].argval) if at >= first_use and at != here]
 
 
-def only_iterates(tx: Any, alone: bool = False) -> bool:
+def only_iterates(tx: Tracer, alone: bool = False) -> bool:
     """Whether the call that `tx` is at goes into a local that is only iterated over, with others or numbered,
     and asked for its length. alone: that is only iterated over, or into no local at all."""
     code, here = _goes_into(tx)
@@ -114,15 +119,20 @@ def only_iterates(tx: Any, alone: bool = False) -> bool:
             return False
         if _is(code[at + 1], "CALL", 1) and _builtin(tx, code[at - 1], "len"):
             return True
-        first = at - 1
-        while code[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
-            first -= 1
-        return _builtin(tx, code[first], "enumerate", "zip") and _is(code[at + 2], "GET_ITER")
+        return _is_numbered_or_zipped(tx, code, at)
 
     return all(i.opname == "LOAD_FAST" and iterates(at) for at, i in _later_uses(code, here))
 
 
-def only_in_loops(tx: Any, subscripts: bool) -> bool:
+def _is_numbered_or_zipped(tx: Tracer, code: Sequence[Instruction], at: int) -> bool:
+    """Whether the local that instruction `at` loads is iterated over by `enumerate` or `zip`."""
+    first = at - 1
+    while code[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
+        first -= 1
+    return _builtin(tx, code[first], "enumerate", "zip") and _is(code[at + 2], "GET_ITER")
+
+
+def only_in_loops(tx: Tracer, subscripts: bool) -> bool:
     """Whether the call that `tx` is at goes into a local that this function's own loops are over, by itself,
     numbered or with others, and nothing else. subscripts: single elements may be read, too."""
     code, here = _goes_into(tx)
@@ -140,16 +150,12 @@ def only_in_loops(tx: Any, subscripts: bool) -> bool:
             return _is(code[at + 2], "FOR_ITER")
         if not _is(code[at + 1], "CALL"):
             return subscripts and _is_subscripted(code, at + 1)
-        first = at - 1
-        while code[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
-            first -= 1
-        own = _builtin(tx, code[first], "enumerate", "zip")
-        return own and _is(code[at + 2], "GET_ITER") and _is(code[at + 3], "FOR_ITER")
+        return _is_numbered_or_zipped(tx, code, at) and _is(code[at + 3], "FOR_ITER")
 
     return all(i.opname == "LOAD_FAST" and loops(at) for at, i in _later_uses(code, here))
 
 
-def _is_subscripted(code: Sequence[Any], at: int) -> bool:
+def _is_subscripted(code: Sequence[Instruction], at: int) -> bool:
     """Whether what is on the stack before instruction `at` is read at one place: x[i], x[i - 1]."""
     above = 0
     for inst in code[at:]:
@@ -162,7 +168,7 @@ def _is_subscripted(code: Sequence[Any], at: int) -> bool:
     return False
 
 
-def only_indexes(tx: Any) -> bool:
+def only_indexes(tx: Tracer) -> bool:
     """Whether the call that `tx` is at is an index, or goes into a local that is nothing but one."""
     code, here = _goes_into(tx)
     if code[here].opname != "STORE_FAST":
@@ -170,7 +176,7 @@ def only_indexes(tx: Any) -> bool:
     return all(i.opname == "LOAD_FAST" and _is_index(code, at + 1) for at, i in _later_uses(code, here))
 
 
-def _is_index(code: Sequence[Any], at: int) -> bool:
+def _is_index(code: Sequence[Instruction], at: int) -> bool:
     """Whether what is on the stack before instruction `at` becomes an index, or one of several."""
     above = 0
     for inst in code[at:]:
@@ -191,11 +197,9 @@ def _is_index(code: Sequence[Any], at: int) -> bool:
     return False
 
 
-def joined_comprehension(tx: Any) -> bool:
+def joined_comprehension(tx: Tracer) -> bool:
     """Whether `tx` is at a condition in a comprehension, `[f(x) for x in xs if len(x)]`, whose list is only
     joined by `torch.cat`, or asked whether it is empty. It lies below the iterator and the condition."""
-    import torch
-
     code = _code(tx)
     at = next((n for n, i in enumerate(code) if i is tx.instructions[tx.instruction_pointer - 1]), None)
     loops = [n for n, i in enumerate(code[:at]) if i.opname == "FOR_ITER"]
@@ -209,7 +213,8 @@ def joined_comprehension(tx: Any) -> bool:
     if tx.f_code.co_name == "<listcomp>":  # a function of its own up to Python 3.11
         if not _is(code[end], "RETURN_VALUE") or tx.parent is None:
             return False
-        tx, stack = tx.parent, tx.parent.stack
+        tx = tx.parent
+        stack = tx.stack
         code, here = _goes_into(tx)
     else:
         here = end + 1
@@ -224,11 +229,9 @@ def joined_comprehension(tx: Any) -> bool:
     return joins and _along_rows(tx, code[here:])
 
 
-def joined_list(tx: Any, name: str, appends: int = 1) -> bool:
+def joined_list(tx: Tracer, name: str, appends: int = 1) -> bool:
     """Whether a list that only the local `name` holds is made in one place, appended to in so many, and for
     the rest only joined by `torch.cat`, or asked whether it is empty."""
-    import torch
-
     code, stores, found = _code(tx), 0, 0
     for at, i in _uses(code, name):
         before, after = code[max(at - 2, 0) : at], code[at + 1 :]
@@ -250,7 +253,7 @@ def joined_list(tx: Any, name: str, appends: int = 1) -> bool:
     return stores == 1 and found == appends
 
 
-def _along_rows(tx: Any, after: Sequence[Any]) -> bool:
+def _along_rows(tx: Tracer, after: Sequence[Instruction]) -> bool:
     """The end of `torch.cat(x)`, `torch.cat(x, 0)` and `torch.cat(x, dim=0)`."""
     if _is(after[0], "CALL", 1):
         return True
@@ -261,7 +264,7 @@ def _along_rows(tx: Any, after: Sequence[Any]) -> bool:
     return _is(after[1], "CALL", 2)
 
 
-def _truth(tx: Any, before: Sequence[Any], after: Sequence[Any]) -> Any:
+def _truth(tx: Tracer, before: Sequence[Instruction], after: Sequence[Instruction]) -> Instruction | None:
     """The jump that asks whether a list is empty: `if x:`, `if len(x):`, `if len(x) > 0:`."""
     then = list(after[:4])
     if before and _builtin(tx, before[-1], "len") and _is(then[0], "CALL", 1):
@@ -272,7 +275,7 @@ def _truth(tx: Any, before: Sequence[Any], after: Sequence[Any]) -> Any:
     return then[0] if then[0].opname.startswith("POP_JUMP") else None
 
 
-def asks_for(tx: Any, jump: Any) -> str | None:
+def asks_for(tx: Tracer, jump: Instruction) -> str | None:
     """The local list that a jump asks about, whether it is empty."""
     code = _code(tx)
     end = code.index(jump)

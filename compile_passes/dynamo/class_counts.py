@@ -6,8 +6,8 @@ As a size that only the data knows it can stay in the graph: c, and as many more
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -15,12 +15,16 @@ from torch import fx
 from ...meta.torch_internals import assert_async
 from ..graph.traced_nodes import called, example
 from . import api
+from .session import scalar_outputs
+
+if TYPE_CHECKING:
+    from .api import Method, Proxy, TorchInGraphFunctionVariable, Tracer, Variable
 
 
-def at_least(method: Callable[..., Any]) -> Callable[..., Any]:
+def at_least(method: Method) -> Method:
     """`max(n, c)` of a tensor and a size: for Dynamo a comparison, whose answer only the data knows."""
 
-    def call_max(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def call_max(self: Variable, tx: Tracer, *args: Variable, **kwargs: object) -> Variable:
         if len(args) == 2 and not kwargs:
             of = [v.realize() for v in args]
             numbers = [v for v in of if _is_number(v)]
@@ -35,10 +39,12 @@ def at_least(method: Callable[..., Any]) -> Callable[..., Any]:
     return call_max
 
 
-def one_hot(method: Callable[..., Any]) -> Callable[..., Any]:
+def one_hot(method: Method) -> Method:
     """Wrap the method by which Dynamo's variables of torch functions are called."""
 
-    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def call_function(
+        self: TorchInGraphFunctionVariable, tx: Tracer, args: Sequence[Variable], kwargs: dict[str, Variable]
+    ) -> Variable:
         if self.value is torch.nn.functional.one_hot and len(args) + len(kwargs) == 2:
             given = [v.realize() for v in (*args, *kwargs.values())]
             if kwargs.keys() <= {"num_classes"} and _is_number(given[1]):
@@ -48,15 +54,11 @@ def one_hot(method: Callable[..., Any]) -> Callable[..., Any]:
     return call_function
 
 
-def _one_hot(tx: Any, ids: Any, classes: Any) -> Any:
+def _one_hot(tx: Tracer, ids: Variable, classes: Variable) -> Variable:
     n, of = classes.as_proxy(), ids.as_proxy()
     least = _least(n)
-    mode = tx.output.fake_mode
-    allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
-    try:
-        more: Any = api.wrap_fx_proxy(tx, (n - least).item())
-    finally:
-        mode.allow_scalar_outputs = allowed
+    with scalar_outputs(tx.output):
+        more = api.wrap_fx_proxy(tx, (n - least).item())
     torch._check(more.sym_num >= 0)
     columns = api.wrap_fx_proxy(tx, more.as_proxy() + least)
     for fine, what in ((of >= 0, "non-negative"), (of < n, "smaller than num_classes")):
@@ -68,13 +70,13 @@ def _one_hot(tx: Any, ids: Any, classes: Any) -> Any:
     return api.wrap_fx_proxy(tx, (rows.as_proxy() == every.as_proxy()).long())
 
 
-def _is_number(v: Any) -> bool:
+def _is_number(v: Variable) -> bool:
     """Whether a variable of Dynamo's is a tensor that holds one integer."""
     x = example(v.as_proxy().node) if type(v) is api.TensorVariable else None
     return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype in (torch.int32, torch.int64)
 
 
-def _least(number: fx.Proxy) -> Any:
+def _least(number: Proxy) -> object:
     """Return a lower bound of a number: an int or a size."""
     node = number.node
     if called(node) in ("clamp", "clip", "clamp_min") and isinstance(node.args[0], fx.Node):

@@ -15,7 +15,7 @@ import operator
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import sympy
 import torch
@@ -23,7 +23,13 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from ...meta.text import in_short
-from ...meta.torch_internals import TorchDispatchMode, enable_python_dispatcher, pytree, side_effects
+from ...meta.torch_internals import (
+    OpOverload,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    pytree,
+    side_effects,
+)
 from ..graph.traced_nodes import along, called, example, since, some_elements, writes_to
 from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, refuse
@@ -32,7 +38,10 @@ from .api import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from .bytecode import joined_comprehension, joined_list
 from .empty_masks import is_empty_with, selects_by
 from .known_values import number_of
-from .session import session
+from .session import frames, session
+
+if TYPE_CHECKING:
+    from .api import ExceptionEntry, ListVariable, OutputGraph, Tracer, Variable
 
 SAYS_THE_SAME = "_fp4_says_the_same"
 """Key of a node that writes values which are there already."""
@@ -93,7 +102,7 @@ def _alike(a: fx.Node, b: fx.Node) -> bool:
     return a is b or (called(a) == called(b) == "getitem" and (a.args, a.kwargs) == (b.args, b.kwargs))
 
 
-def _indexed(index: Any, expert: int, rank: int) -> Iterator[int]:
+def _indexed(index: object, expert: int, rank: int) -> Iterator[int]:
     """The dimensions in which an index is `expert`, or the slice of it alone."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, fx.Node) for i in items):
@@ -116,7 +125,7 @@ class Nothing:
     """Assumption of a proof: these sizes are 0, these masks are False everywhere, and so is the entry of
     `hits` for `expert`."""
 
-    sizes: set[Any] = field(default_factory=set)
+    sizes: set[sympy.Basic] = field(default_factory=set)
     masks: set[fx.Node] = field(default_factory=set)
     hits: Hits | None = None
     expert: int = -1
@@ -125,7 +134,7 @@ class Nothing:
         return self.hits is not None and self.hits.is_row(node, self.expert)
 
 
-def number(v: Any, output: Any = None) -> Any:
+def number(v: Variable | None, output: OutputGraph | None = None) -> sympy.Expr | None:
     """The expression of a Python int or of one that only the data knows, or of a tensor that is one."""
     if output is not None and isinstance(v, api.TensorVariable):
         v = session(output).numbers.get(v.as_proxy().node)
@@ -136,21 +145,21 @@ def number(v: Any, output: Any = None) -> Any:
     return sympy.Integer(value) if type(value) is int else None
 
 
-def has_all_rows(output: Any, rows: Any) -> bool:
+def has_all_rows(output: OutputGraph, rows: ListVariable) -> bool:
     """Whether a list of tensors has the rows of all experts, and they are any."""
     sizes = {expression(example(x.as_proxy().node).shape[0]) for x in rows.items}
     known = session(output).counted
     return any(sizes.issuperset(c.expressions()) and statically_known_true(c.total >= 1) for c in known)
 
 
-def expression(size: Any) -> Any:
+def expression(size: int | torch.SymInt) -> sympy.Expr:
     return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
 
 
 class Way:
     """The way through a branch that does the work, from the branch on."""
 
-    def __init__(self, tx: Any, nothing: Nothing, join: int) -> None:
+    def __init__(self, tx: Tracer, nothing: Nothing, join: int) -> None:
         self.tx, self.nothing, self.join = tx, nothing, join
         self.names = live(tx, join, swallowing=False) | set(tx.cell_and_freevars())
         self.swallowing = live(tx, join, swallowing=True) - self.names
@@ -159,15 +168,15 @@ class Way:
         self.locals, self.stack, self.state = self._locals(), tx.stack[:-1], self._state()
         self.objects = _Objects(tx)
         self.lists = {n: (v, list(v.items)) for n, v in self.locals.items() if _is_new_list(v)}
-        self.comprehension: tuple[Any, list[Any]] | None = None
+        self.comprehension: tuple[ListVariable, list[Variable]] | None = None
         if len(tx.stack) > 2 and _is_new_list(tx.stack[-3]) and joined_comprehension(tx):
             self.comprehension = tx.stack[-3], list(tx.stack[-3].items)
-        self.grown: list[Any] = []
+        self.grown: list[ListVariable] = []
 
-    def _locals(self) -> dict[str, Any]:
+    def _locals(self) -> dict[str, Variable]:
         return {n: v for n, v in self.tx.symbolic_locals.items() if n in self.names}
 
-    def _state(self) -> tuple[Any, ...]:
+    def _state(self) -> tuple[object, ...]:
         tx, side = self.tx, self.tx.output.side_effects
         return (
             torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(),
@@ -202,7 +211,7 @@ class Way:
                 refuse(Kind.READ_LATER, None, f"`{name}`")
         self.grown = [v for v, _ in grown.values()]
 
-    def _same(self, a: Any, b: Any) -> bool:
+    def _same(self, a: Variable | None, b: Variable | None) -> bool:
         """A sum of numbers of rows may have one more."""
         if _same(a, b):
             return True
@@ -212,7 +221,7 @@ class Way:
         none = dict.fromkeys(self.nothing.sizes, 0)
         return now.subs(none) == before.subs(none)
 
-    def _grown(self) -> dict[str, Any]:
+    def _grown(self) -> dict[str, tuple[ListVariable, list[Variable]]]:
         """Lists that got longer and, later, are only joined, which is not changed by tensors without rows."""
         tx, found = self.tx, {}
         for name, (v, items) in self.lists.items():
@@ -222,22 +231,21 @@ class Way:
             found["the comprehension's list"] = self.comprehension
         return found
 
-    def _has_alone(self, name: str, v: Any) -> bool:
+    def _has_alone(self, name: str, v: Variable) -> bool:
         """Whether nothing else holds what the local `name` does."""
-        held, frame = [], self.tx
-        while frame is not None:
+        held: list[str] = []
+        for frame in frames(self.tx):
             held += [n for n, x in frame.symbolic_locals.items() if x is v]
             held += ["" for x in frame.stack if x is v]
-            frame = getattr(frame, "parent", None)
         elsewhere = any(part is v for _, parts in self.objects.known.values() for part in parts)
         return held == [name] and name not in self.tx.cell_and_freevars() and not elsewhere
 
 
-def _is_new_list(v: Any) -> bool:
+def _is_new_list(v: Variable) -> TypeGuard[ListVariable]:
     return type(v) is api.ListVariable and isinstance(v.mutation_type, api.ValueMutationNew)
 
 
-def _is_like_without_rows(x: Any, other: Any, sizes: set[Any]) -> bool:
+def _is_like_without_rows(x: Variable, other: Variable, sizes: set[sympy.Basic]) -> bool:
     """Whether x, which has no rows where `sizes` are 0, can be joined to `other` and is then not seen."""
     if not all(isinstance(v, api.TensorVariable) for v in (x, other)):
         return False
@@ -248,47 +256,46 @@ def _is_like_without_rows(x: Any, other: Any, sizes: set[Any]) -> bool:
     return all(statically_known_true(m == n) for m, n in zip(a.shape[1:], b.shape[1:]))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: Variable | None, b: Variable | None) -> bool:
     if a is b:
         return True
-    constants = all(v is not None and v.is_python_constant() for v in (a, b))
-    return constants and _equal(a.as_python_constant(), b.as_python_constant())
+    if a is None or b is None or not (a.is_python_constant() and b.is_python_constant()):
+        return False
+    return _equal(a.as_python_constant(), b.as_python_constant())
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _equal(a: object, b: object) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, bool | int | float | str) and a == b)
 
 
-def _all_same(a: Sequence[Any], b: Sequence[Any]) -> bool:
+def _all_same(a: Sequence[object], b: Sequence[object]) -> bool:
     return len(a) == len(b) and all(x is y for x, y in zip(a, b))
 
 
 class _Objects:
     """All objects that Dynamo can reach and what they are made of, one level deep."""
 
-    def __init__(self, tx: Any) -> None:
+    def __init__(self, tx: Tracer) -> None:
         self.attributes = api.AttributeMutation
         self.existing = (api.AttributeMutationExisting, api.ValueMutationExisting)
         self.side = tx.output.side_effects
-        self.known: dict[int, tuple[Any, list[Any]]] = {}
+        self.known: dict[int, tuple[Variable, list[object]]] = {}
 
-        def record(v: Any) -> None:
+        def record(v: Variable) -> None:
             if not isinstance(v, api.LazyVariableTracker):
                 self.known[id(v)] = v, self._parts(v)
 
         side = self.side
-        roots: list[Any] = [list(side.id_to_variable.values()), list(side.store_attr_mutations)]
+        roots: list[object] = [list(side.id_to_variable.values()), list(side.store_attr_mutations)]
         roots += [list(attributes.values()) for attributes in side.store_attr_mutations.values()]
-        frame = tx
-        while frame is not None:
+        for frame in frames(tx):
             roots += [list(frame.symbolic_locals.values()), list(frame.stack)]
-            frame = getattr(frame, "parent", None)
         api.VariableTracker.visit(record, roots)
 
-    def _parts(self, v: Any) -> list[Any]:
+    def _parts(self, v: Variable) -> list[object]:
         """Fields, and what their containers hold; of objects with attributes those that were set, since their
         other fields are Dynamo's caches."""
-        parts: list[Any] = [*self.side.store_attr_mutations.get(v, {}).values()]
+        parts: list[object] = [*self.side.store_attr_mutations.get(v, {}).values()]
         if isinstance(v.mutation_type, self.attributes):
             return parts
         generator = getattr(v, "inline_tracer", None)
@@ -310,12 +317,11 @@ class _Objects:
     def check(self, grown: dict[int, int]) -> None:
         """grown: lists of which only the first items count."""
         for v, before in self.known.values():
-            items = v.items if id(v) in grown else None
-            if items is not None:
-                v.items = items[: grown[id(v)]]
             now = self._parts(v)
-            if items is not None:
-                v.items = items
+            if isinstance(v, api.ListVariable) and id(v) in grown:
+                items = v.items
+                v.items = items[: grown[id(v)]]
+                now, v.items = self._parts(v), items
             if len(now) != len(before) or not all(map(_equal, before, now)):
                 refuse(Kind.CHANGES, None, _name(v))
         for v in (*self.side.id_to_variable.values(), *self.side.store_attr_mutations):
@@ -324,18 +330,18 @@ class _Objects:
                 refuse(Kind.CHANGES, None, _name(v))
 
 
-def _name(v: Any) -> str:
+def _name(v: Variable) -> str:
     source = getattr(v, "source", None)
     return f"`{source.name if isinstance(source.name, str) else source.name()}`" if source else "an object"
 
 
-def live(tx: Any, start: int, swallowing: bool) -> set[str]:
+def live(tx: Tracer, start: int, swallowing: bool) -> set[str]:
     """The locals that may be read, from instruction `start` on, before they are written. swallowing: also if
     a context manager ends an exception."""
     instructions, indexof = tx.instructions, tx.indexof
 
-    def handled(inst: Any) -> bool:
-        handler = indexof[inst.exn_tab_entry.target]
+    def handled(entry: ExceptionEntry) -> bool:
+        handler = indexof[entry.target]
         return swallowing or all(i.opname != "WITH_EXCEPT_START" for i in instructions[handler : handler + 2])
 
     def successors(i: int) -> Iterator[int]:
@@ -344,7 +350,7 @@ def live(tx: Any, start: int, swallowing: bool) -> set[str]:
             yield indexof[inst.target]
         if inst.opcode not in TERMINAL_OPCODES:
             yield i + 1
-        if inst.exn_tab_entry and handled(inst):
+        if inst.exn_tab_entry and handled(inst.exn_tab_entry):
             yield indexof[inst.exn_tab_entry.target]
 
     found: list[set[str]] = [set() for _ in instructions]
@@ -367,7 +373,7 @@ def live(tx: Any, start: int, swallowing: bool) -> set[str]:
     return found[start]
 
 
-def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
+def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: OutputGraph) -> set[sympy.Basic]:
     """Runs Dynamo's `nodes` on fake tensors without rows, and raises Refused unless nothing comes of it.
     Returns the sizes that are 0."""
     env: dict[fx.Node, Any] = {}
@@ -417,7 +423,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: Any) -> set[Any]:
 _EFFECTS = side_effects - {operator.setitem}
 
 
-def _is_no_slice(index: Any, sizes: set[Any]) -> bool:
+def _is_no_slice(index: object, sizes: set[sympy.Basic]) -> bool:
     """Whether `x[index]` is from a row on up to the same row, where `sizes` are 0."""
     first = index[0] if isinstance(index, tuple) and index else index
     if not isinstance(first, slice) or first.step not in (None, 1):
@@ -429,18 +435,18 @@ def _is_no_slice(index: Any, sizes: set[Any]) -> bool:
     return start == stop
 
 
-def _data_sizes(node: fx.Node) -> set[Any]:
+def _data_sizes(node: fx.Node) -> set[sympy.Basic]:
     tensors = pytree.tree_leaves(example(node))
     return set().union(*(free_unbacked_symbols(t) for t in tensors))
 
 
-def _needs_gradient(value: Any) -> bool:
+def _needs_gradient(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_needs_gradient, value))
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _emptied(value: Any, sizes: set[Any]) -> Any:
+def _emptied(value: Any, sizes: set[sympy.Basic]) -> Any:
     if isinstance(value, Tensor):
         shape = [_emptied(size, sizes) for size in value.shape]
         return value if _all_same(shape, value.shape) else value.new_empty(shape)
@@ -468,10 +474,10 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.outer: dict[int, Any] = {}
-        self.empty_masks: list[Tensor] = []
+        self.outer: dict[int, torch.UntypedStorage] = {}
+        self.empty_masks: list[object] = []
 
-    def keep(self, values: Any, empty_mask: bool) -> None:
+    def keep(self, values: object, empty_mask: bool) -> None:
         """`values` came from outside."""
         if empty_mask:
             self.empty_masks.append(values)
@@ -480,7 +486,7 @@ class _Watch(TorchDispatchMode):
                 storage = v.untyped_storage()
                 self.outer[storage._cdata] = storage
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             refuse(Kind.RANDOM, None, func)
@@ -499,7 +505,7 @@ class _Watch(TorchDispatchMode):
                         refuse(Kind.WRITES, None, func)
         return func(*args, **kwargs)
 
-    def _own(self, t: Any) -> bool:
+    def _own(self, t: object) -> bool:
         return not isinstance(t, Tensor) or t.untyped_storage()._cdata not in self.outer or _no_elements(t)
 
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
@@ -32,14 +32,17 @@ from .branches import JUMPS, answering_first
 from .rules import Rule, around, while_tracing
 from .session import is_ours
 
+if TYPE_CHECKING:
+    from .api import Function, OutputGraph
+
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have sizes that only the data knows."""
 
 
-def captures(method: Callable[..., Any]) -> Callable[..., Any]:
+def captures(method: Function) -> Function:
     """For `trace_frame`: turn CAPTURE on where the function is traced for a backend of ours."""
 
-    def trace_frame(*args: Any, **kwargs: Any) -> Any:
+    def trace_frame(*args: object, **kwargs: object) -> object:
         if not any(map(is_ours, (*args, *kwargs.values()))):
             return method(*args, **kwargs)
         with api.config.patch(CAPTURE):
@@ -48,11 +51,11 @@ def captures(method: Callable[..., Any]) -> Callable[..., Any]:
     return trace_frame
 
 
-def breaks_the_graph(method: Callable[..., Any]) -> Callable[..., Any]:
+def breaks_the_graph(method: Function) -> Function:
     """With CAPTURE Dynamo fails, instead of breaking its graph, at `if len(rows):` and in the conversion of a
     list whose length only the data knows."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             return method(*args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -177,7 +180,7 @@ PATCHES = (
 )
 """All of Dynamo that is patched, in order: a later rule runs before the earlier ones of the same part."""
 
-_Way = Callable[[Rule, Callable[..., Any]], Callable[..., Any]]
+_Way: TypeAlias = "Callable[[Rule, Function], Function]"
 """How a rule and one of Dynamo's functions become one."""
 
 
@@ -189,7 +192,7 @@ def _way(owner: str, need: Need) -> _Way:
     return functools.partial(while_tracing, output_of=output_of, always=need is Need.BREAKS)
 
 
-_OUTPUT_OF: dict[str, Callable[..., Any]] = {
+_OUTPUT_OF: dict[str, Callable[..., OutputGraph]] = {
     _OPCODE: lambda tx, inst: tx.output,
     "OutputGraph": lambda output, *_: output,
 }
@@ -213,7 +216,7 @@ def extend_dynamo() -> None:
                 _hook_attribute(getattr(api, owner, None), name, rule, way)
 
 
-def _wrapped(method: Any, rule: Rule, way: _Way) -> Any:
+def _wrapped(method: Function, rule: Rule, way: _Way) -> Function | None:
     """None if the rule is in it already."""
     known = getattr(method, "_fp4", ())
     if rule in known:
@@ -223,14 +226,14 @@ def _wrapped(method: Any, rule: Rule, way: _Way) -> Any:
     return wrapped
 
 
-def _hook_attribute(cls: Any, name: str, rule: Rule, way: _Way) -> None:
+def _hook_attribute(cls: object, name: str, rule: Rule, way: _Way) -> None:
     """Wrap what a class or module of Dynamo's has under this name, if this torch has both."""
     method = getattr(cls, name, None)
     if method is not None and (wrapped := _wrapped(method, rule, way)):
         setattr(cls, name, wrapped)
 
 
-def _hook_method(cls: Any, name: str, rule: Rule, way: _Way) -> None:
+def _hook_method(cls: type, name: str, rule: Rule, way: _Way) -> None:
     """A method of what a variable of Dynamo's stands for."""
     table = getattr(cls, "tp_methods", {})  # torch 2.15 looks methods up in there
     if name not in table:

@@ -8,13 +8,16 @@ by making the result once more, and never found: with 128 experts that was over 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .api import OutputGraph, Proxy
 
 
-def without_cache(method: Callable[..., Any]) -> Callable[..., Any]:
+def without_cache(method: Callable[..., Proxy]) -> Callable[..., Proxy]:
     """Wrap the method by which Dynamo's output adds a node. It stops caching at the first such size."""
 
-    def create_proxy(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def create_proxy(self: OutputGraph, *args: object, **kwargs: object) -> Proxy:
         mode = self.tracing_context.fake_mode
         if mode is not None and mode.cache_enabled and mode.shape_env.size_like:
             mode.cache_enabled = False

@@ -12,9 +12,8 @@ anything, and neither the mask nor the hits are written to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -22,16 +21,19 @@ from torch import fx
 from ..graph.traced_nodes import along, called, example, kept, named, same_elements, since, writes_to
 from ..operands import operand
 from . import api, known_values
-from .branches import Handler, is_kept, watch
+from .branches import is_kept, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
-from .session import is_watched
+from .session import is_watched, new_list
+
+if TYPE_CHECKING:
+    from .api import Handler, Instruction, Method, Tracer, Variable
 
 
 @dataclass
 class _Loop:
     hits: Hits
-    begins: Any
+    begins: Instruction
     """The instruction that a restart leaves as it is."""
     like: torch.Tensor | None
     """Tensor that the loop iterates over, if its variable is a tensor."""
@@ -42,7 +44,7 @@ _LOOP = "_fp4_hits"
 
 
 def over_experts(method: Handler) -> Handler:
-    def get_iter(tx: Any, inst: Any) -> None:
+    def get_iter(tx: Tracer, inst: Instruction) -> None:
         loop = vars(tx.stack[-1]).get(_LOOP)
         if loop is None and not is_watched(tx):
             hits = _hits(tx.stack[-1]) if not is_kept(tx, inst) else None
@@ -59,7 +61,7 @@ def over_experts(method: Handler) -> Handler:
 
 
 def one_expert(method: Handler) -> Handler:
-    def for_iter(tx: Any, inst: Any) -> None:
+    def for_iter(tx: Tracer, inst: Instruction) -> None:
         loop, after = vars(tx.stack[-1]).get(_LOOP), tx.instruction_pointer
         method(tx, inst)
         if loop is None or tx.instruction_pointer != after:
@@ -74,10 +76,10 @@ def one_expert(method: Handler) -> Handler:
     return for_iter
 
 
-def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_list(method: Method) -> Method:
     """`hit.tolist()`, which is only iterated over: a list of all experts."""
 
-    def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         if not is_watched(tx):
             here = tx.instructions[tx.instruction_pointer - 1]
             loop = _Loop(hits, here, None) if not is_kept(tx, here) and (hits := _hits(self)) else None
@@ -91,18 +93,18 @@ def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
     return tolist
 
 
-def _rounds(loop: _Loop, as_rows: bool) -> Any:
+def _rounds(loop: _Loop, as_rows: bool) -> Variable:
     experts = [api.ConstantVariable.create(e) for e in range(loop.hits.rounds)]
     if as_rows:
-        experts = [api.ListVariable([e], mutation_type=api.ValueMutationNew()) for e in experts]
-    return api.ListVariable(experts, mutation_type=api.ValueMutationNew())
+        experts = [new_list([e]) for e in experts]
+    return new_list(experts)
 
 
 _MOST_ROUNDS = 1024
 """More than any model has experts. Each is traced, which takes Dynamo up to 0.1 s."""
 
 
-def _hits(v: Any) -> Hits | None:
+def _hits(v: Variable) -> Hits | None:
     """The mask whose hits a variable of Dynamo's is: their numbers, in one dimension or in rows of one."""
     if not isinstance(v, api.TensorVariable):
         return None
@@ -210,12 +212,11 @@ def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, i
     return _anything(of, kept(example(of).dim(), dims)[dim], chain)
 
 
-def _counts(node: Any) -> bool:
+def _counts(node: object) -> bool:
     """Whether no element is negative, so that a sum of 0 says all are 0: one-hot, boolean, or products."""
-    x = example(node) if isinstance(node, fx.Node) else None
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(node, fx.Node) or not isinstance(example(node), torch.Tensor):
         return False
-    if x.dtype == torch.bool:
+    if example(node).dtype == torch.bool:
         return True
     source = same_elements(node)[-1]
     if called(source) == "mul" and len(source.args) == 2:

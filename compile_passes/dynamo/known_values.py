@@ -9,8 +9,7 @@ or a slice, which says the same and can be read in the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx, nn
@@ -19,6 +18,9 @@ from ...meta.torch_internals import without_modes
 from ..graph.traced_nodes import called, example, since, writes_to
 from . import api
 from .session import session
+
+if TYPE_CHECKING:
+    from .api import Handler, Instruction, Method, Tracer, Variable
 
 _VALUE = "fp4_known"
 """In the meta of a node: its value, on the CPU."""
@@ -29,7 +31,7 @@ _COMPUTED = {
 }  # fmt: skip
 
 
-def create(tx: Any, number: int, like: Tensor) -> Any:
+def create(tx: Tracer, number: int, like: Tensor) -> Variable:
     """A variable of Dynamo's: an element of `like` [n], or a row of `like` [n, 1], that is `number`."""
     shape = tuple(1 for _ in like.shape[1:])
     settings = {"dtype": like.dtype, "device": like.device}
@@ -39,7 +41,7 @@ def create(tx: Any, number: int, like: Tensor) -> Any:
     return v
 
 
-def value(v: Any) -> Tensor | None:
+def value(v: Variable) -> Tensor | None:
     """The value of a variable of Dynamo's, if it is known."""
     return _value(v.as_proxy().node) if isinstance(v, api.TensorVariable) else None
 
@@ -58,32 +60,30 @@ def _value(node: fx.Node) -> Tensor | None:
     return found
 
 
-def number(v: Any) -> int | float | None:
+def number(v: Variable) -> int | float | None:
     """Its value as Python's number, if it is known and one."""
     known = value(v)
     return known.item() if known is not None and known.numel() == 1 else None
 
 
-def number_of(node: fx.Node) -> Any:
+def number_of(node: fx.Node) -> int | float | None:
     """The number that a node is, if it is known and one; also while others are fake."""
     with without_modes():
         known = _value(node)
         return known.item() if known is not None and known.numel() == 1 else None
 
 
-def _constant(number: Any) -> Any:
+def _constant(number: float | None) -> Variable:
     return api.ConstantVariable.create(number)
 
 
 # --- what wraps Dynamo's handlers of opcodes ---
 
-Handler = Callable[[Any, Any], None]
-
 
 def formats(method: Handler) -> Handler:
     """`f"{t}"` of a tensor without dimensions is its number's."""
 
-    def format_value(tx: Any, inst: Any) -> None:
+    def format_value(tx: Tracer, inst: Instruction) -> None:
         with_spec = inst.opname == "FORMAT_WITH_SPEC" or (inst.opname == "FORMAT_VALUE" and inst.arg & 4)
         converted = inst.opname == "FORMAT_VALUE" and inst.arg & 3
         at = -2 if with_spec else -1
@@ -96,7 +96,7 @@ def formats(method: Handler) -> Handler:
 
 
 def subscripts(method: Handler) -> Handler:
-    def subscript(tx: Any, inst: Any) -> None:
+    def subscript(tx: Tracer, inst: Instruction) -> None:
         if session(tx.output).has_known_values:
             x, index = (v.realize() for v in tx.stack[-2:])
             found = _subscript(tx, x, index)
@@ -109,10 +109,10 @@ def subscripts(method: Handler) -> Handler:
     return subscript
 
 
-def _subscript(tx: Any, x: Any, index: Any) -> Any:
+def _subscript(tx: Tracer, x: Variable, index: Variable) -> Variable | None:
     """`x[index]`, with numbers or slices instead of known tensors; None where there is nothing to do."""
+    items = [v.realize() for v in index.items] if isinstance(index, api.TupleVariable) else [index]
     several = isinstance(index, api.TupleVariable)
-    items = [v.realize() for v in index.items] if several else [index]
     known = {at: number(v) for at, v in enumerate(items)}
     numbers = {at: n for at, n in known.items() if isinstance(n, int) and not isinstance(n, bool)}
     if not numbers:
@@ -144,7 +144,7 @@ _SEQUENCES = (list, tuple, nn.ModuleList, nn.Sequential, nn.ParameterList)
 """Types that take such an index as a number."""
 
 
-def _type(v: Any) -> type:
+def _type(v: Variable) -> type:
     try:
         found = v.python_type()
     except Exception:  # of what Dynamo cannot say
@@ -152,7 +152,7 @@ def _type(v: Any) -> type:
     return found if isinstance(found, type) else object
 
 
-def _slice(n: int) -> Any:
+def _slice(n: int) -> Variable:
     items = [_constant(n), _constant(n + 1), _constant(None)]
     try:
         return api.SliceVariable(items)
@@ -163,20 +163,20 @@ def _slice(n: int) -> Any:
 # --- what wraps methods of Dynamo's variables of tensors ---
 
 
-def numbers(method: Callable[..., Any]) -> Callable[..., Any]:
+def numbers(method: Method) -> Method:
     """`t.item()`, `int(t)`, `operator.index(t)`."""
 
-    def as_number(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def as_number(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = number(self) if session(tx.output).has_known_values and not args and not kwargs else None
         return _constant(found) if found is not None else method(self, tx, *args, **kwargs)
 
     return as_number
 
 
-def index_of(method: Callable[..., Any]) -> Callable[..., Any]:
+def index_of(method: Method) -> Method:
     """`operator.index(t)`, where Dynamo's builtin functions answer it."""
 
-    def index(self: Any, tx: Any, arg: Any) -> Any:
+    def index(self: Variable, tx: Tracer, arg: Variable) -> Variable:
         found = number(arg.realize()) if session(tx.output).has_known_values else None
         return _constant(found) if type(found) is int else method(self, tx, arg)
 

@@ -18,14 +18,17 @@ import dataclasses
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import api, left_out
 from .api import ConstDictKeySource, RestartAnalysis, SkipFrame, Unsupported, UserError, counters
 from .rules import failure, may_break, tell_failure, without_rules
 from .session import session
+
+if TYPE_CHECKING:
+    from .api import DynamoOutput, Function, Guard, Source, Tracer
 
 log = logging.getLogger("fp4_ops")
 
@@ -49,7 +52,7 @@ class Left(NamedTuple):
 class _Read(threading.local):
     """Record of reads in earlier attempts to trace the current function, and its listeners."""
 
-    guards: tuple[Any, ...] = ()
+    guards: tuple[Guard, ...] = ()
     left: list[Left] | None = None
 
 
@@ -66,10 +69,10 @@ def noted() -> Iterator[list[Left]]:
         _read.left = before
 
 
-def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(method: Function) -> Function:
     """For `compile_frame` of Dynamo's `convert_frame`."""
 
-    def compile_frame(code: types.CodeType, *args: Any, **kwargs: Any) -> Any:
+    def compile_frame(code: types.CodeType, *args: Any, **kwargs: object) -> object:
         before, _read.guards = _read.guards, ()
         try:
             return method(code, *args, **kwargs)
@@ -94,10 +97,10 @@ def guarded(method: Callable[..., Any]) -> Callable[..., Any]:
     return compile_frame
 
 
-def traced(method: Callable[..., Any]) -> Callable[..., Any]:
+def traced(method: Function) -> Function:
     """For `trace_frame`: one attempt."""
 
-    def trace_frame(*args: Any, **kwargs: Any) -> Any:
+    def trace_frame(*args: object, **kwargs: object) -> object:
         try:
             done = method(*args, **kwargs)
         except Exception as error:
@@ -122,7 +125,7 @@ def traced(method: Callable[..., Any]) -> Callable[..., Any]:
     return trace_frame
 
 
-def _stands_alone(source: Any) -> bool:
+def _stands_alone(source: Source | None) -> bool:
     """Whether a guard on `source` needs nothing but its source. That on a dict's key, or on the value in a
     place among the keys, also needs the dict to be guarded as a whole, as in the attempt that read it."""
     while source is not None:
@@ -134,13 +137,13 @@ def _stands_alone(source: Any) -> bool:
     return True
 
 
-def guards_built(method: Callable[..., Any]) -> Callable[..., Any]:
+def guards_built(method: Function) -> Function:
     """For `build_guards` of Dynamo's result for a function."""
 
-    def build_guards(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def build_guards(self: DynamoOutput, *args: object, **kwargs: object) -> object:
         output = self.tracer_output.output_graph
         added = session(output).added_guards if output is not None else []
-        if not added:
+        if output is None or not added:
             return method(self, *args, **kwargs)
         session(output).added_guards = []
         try:
@@ -162,7 +165,7 @@ def _described(code: types.CodeType, error: BaseException) -> Left:
     )
 
 
-def _traced_by(error: BaseException) -> Any:
+def _traced_by(error: BaseException) -> Tracer | None:
     """Return the tracer that was at work when the error was raised, or None."""
     trace = error.__traceback__
     while trace is not None:
@@ -172,21 +175,21 @@ def _traced_by(error: BaseException) -> Any:
     return None
 
 
-def _is_ours(tracer: Any) -> bool:
+def _is_ours(tracer: Tracer) -> bool:
     """Whether the function is traced for one of our backends, and may run in Python instead."""
     fixed = not may_break(tracer) or tracer.is_tracing_resume_prologue
     return not fixed and session(tracer.output).is_ours and failure(tracer) is None
 
 
-def _left_by(error: BaseException) -> Any:
+def _left_by(error: BaseException) -> Tracer | None:
     """Return the tracer of a function of ours that may run in Python instead."""
     tracer = _traced_by(error)
     return tracer if tracer is not None and _is_ours(tracer) else None
 
 
-def _as_it_is(code: types.CodeType, tracer: Any) -> Any:
+def _as_it_is(code: types.CodeType, tracer: Tracer) -> DynamoOutput | None:
     """The code under the guards that led to the error; None if these cannot be built."""
-    given: dict[str, Any] = {
+    given: dict[str, object] = {
         "tracer_output": api.DynamoTracerOutput(tracer), "bytecode": code.replace(), "pycode": [],
         "last_attempt_start_time": None,
     }  # fmt: skip

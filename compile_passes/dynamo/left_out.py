@@ -19,7 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from .api import counters
 from .breaks import breaks_since, described, innermost, known_breaks, place, reason_of
 from .rules import around
 from .session import within
+
+if TYPE_CHECKING:
+    from .api import Function, OptimizeContext
 
 log = logging.getLogger("fp4_ops")
 
@@ -137,7 +140,7 @@ def _has_router(model: nn.Module, path: str, module: nn.Module, count: int) -> b
 class Watch:
     """The calls of one compiled callable: those that Dynamo compiles something for are looked at."""
 
-    def __init__(self, context: Any, model: nn.Module, strict: bool) -> None:
+    def __init__(self, context: OptimizeContext, model: nn.Module, strict: bool) -> None:
         self._context, self.strict = context, strict
         self.model = weakref.ref(model)
         self.first = True
@@ -170,7 +173,7 @@ class _Call:
         self.left: list[str] = []
         """Why functions of this call run in Python."""
 
-    def note(self, frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
+    def note(self, frame: Frame, inputs: Sequence[object], looks_like_experts: bool, strict: bool) -> None:
         """Note what the backend found in one graph of this call."""
         self._watch.strict = self._watch.strict or strict
         self.silent = self.silent or bool(frame.sites) or bool(frame.note and looks_like_experts)
@@ -214,7 +217,7 @@ class _Call:
         return _told(left, breaks, len(found), "" if first else " in this call")
 
 
-def has_experts(x: Any) -> bool:
+def has_experts(x: object) -> bool:
     return isinstance(x, nn.Module) and bool(expert_parameters(x))
 
 
@@ -231,7 +234,7 @@ def _not_told(model: nn.Module, names: Iterable[str]) -> bool:
     return new
 
 
-def note_left(given: Iterable[Any], error: BaseException) -> None:
+def note_left(given: Iterable[object], error: BaseException) -> None:
     """Note that a function with these arguments runs in Python. The watched call tells it at its end; without
     one it is told here, where the experts are a module's own, and so in no function called from it."""
     cause = error.__cause__ or error
@@ -248,7 +251,7 @@ def note_left(given: Iterable[Any], error: BaseException) -> None:
             log.warning("%s", _told(found, [why], 0))
 
 
-def note_other(inputs: Sequence[Any], backend: str) -> None:
+def note_other(inputs: Sequence[object], backend: str) -> None:
     """Note that a graph with these inputs is compiled with another backend within a watched call."""
     for call in _stack():
         call.inputs |= {id(x) for x in inputs if isinstance(x, nn.Parameter)}
@@ -274,7 +277,7 @@ def _stack() -> list[_Call]:
     return _local.stack
 
 
-def note(frame: Frame, inputs: Sequence[Any], looks_like_experts: bool, strict: bool) -> None:
+def note(frame: Frame, inputs: Sequence[object], looks_like_experts: bool, strict: bool) -> None:
     """Note the backend's findings in one graph."""
     for call in _stack():
         call.note(frame, inputs, looks_like_experts, strict)
@@ -300,10 +303,10 @@ def _nothing() -> None:
 # --- Dynamo ---
 
 
-def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
+def watch_calls(method: Function) -> Function:
     """For OptimizeContext.__call__, which wraps what is compiled."""
 
-    def call(self: Any, fn: Any) -> Any:
+    def call(self: OptimizeContext, fn: object) -> object:
         compiled = method(self, fn)
         backend, options = backend_of(self.callback)
         model = _model_of(fn)
@@ -316,7 +319,7 @@ def watch_calls(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def backend_of(callback: Any) -> tuple[Any, dict[str, Any]]:
+def backend_of(callback: object) -> tuple[object, dict[str, object]]:
     """Return the backend itself, and its options, from Dynamo's callback or its wrapper of a backend."""
     _, *inner = within(callback)
     given = [options for b in inner if (options := getattr(b, "kwargs", {}).get("options"))]
@@ -326,7 +329,7 @@ def backend_of(callback: Any) -> tuple[Any, dict[str, Any]]:
 WHOLE = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
-def _model_of(fn: Any) -> nn.Module | None:
+def _model_of(fn: object) -> nn.Module | None:
     """The module that a call runs as a whole; a method of it may run a part."""
     if isinstance(fn, nn.Module):
         return None  # wrapped once more, by its method

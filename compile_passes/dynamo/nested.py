@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -20,6 +20,11 @@ from ..naming import plain_path, source_name
 from . import left_out
 from .api import BackendCompilerFailed
 from .session import is_ours, within
+
+if TYPE_CHECKING:
+    from types import CodeType
+
+    from .api import Function, OptimizeContext, OutputGraph, Source
 
 log = logging.getLogger("fp4_ops")
 
@@ -31,9 +36,9 @@ _INLINED = "_torchdynamo_inline"
 _OUTSIDE = ("attention", "dense", "head", "linear")
 """Options that choose weights outside the experts."""
 
-_compiled: weakref.WeakKeyDictionary[Callable[..., Any], Mapping[str, Any]] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[Function, Mapping[str, object]] = weakref.WeakKeyDictionary()
 """Functions that torch.compile returned for this backend, with their options."""
-_told_of: weakref.WeakSet[Any] = weakref.WeakSet()
+_told_of: weakref.WeakSet[nn.Module | Function] = weakref.WeakSet()
 """Modules and functions of which it was said that they run in their own weights."""
 
 
@@ -42,23 +47,23 @@ class _Inner(NamedTuple):
 
     path: str
     thing: Any
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
 
     def __str__(self) -> str:
         is_module = isinstance(self.thing, nn.Module)
         return f"{self.path} ({type(self.thing).__name__})" if is_module else self.thing.__qualname__
 
 
-def note_compiled(method: Callable[..., Any]) -> Callable[..., Any]:
+def note_compiled(method: Function) -> Function:
     """For OptimizeContext.__call__, which wraps what is compiled."""
 
-    def call(self: Any, fn: Any) -> Any:
+    def call(self: OptimizeContext, fn: Any) -> object:
         compiled = method(self, fn)
         if is_ours(self.callback):
             if not isinstance(compiled, nn.Module):
                 _, _compiled[compiled] = left_out.backend_of(self.callback)
             return compiled
-        before = vars(fn).get("forward") if isinstance(fn, nn.Module) else fn
+        before: Any = vars(fn).get("forward") if isinstance(fn, nn.Module) else fn
         if hasattr(before, _INLINED) and before in _compiled and before not in _told_of:
             _told_of.add(before)
             log.warning(
@@ -72,10 +77,12 @@ def note_compiled(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def another_backend(method: Callable[..., Any]) -> Callable[..., Any]:
+def another_backend(method: Function) -> Function:
     """For OutputGraph.call_user_compiler, which hands a graph to its backend."""
 
-    def call_user_compiler(self: Any, gm: fx.GraphModule, inputs: Sequence[Any], *args: Any) -> Any:
+    def call_user_compiler(
+        self: OutputGraph, gm: fx.GraphModule, inputs: Sequence[object], *args: object
+    ) -> object:
         asks = torch.is_grad_enabled() and any(
             isinstance(x, torch.Tensor) and x.requires_grad for x in inputs
         )
@@ -87,13 +94,13 @@ def another_backend(method: Callable[..., Any]) -> Callable[..., Any]:
     return call_user_compiler
 
 
-def _name(backend: Any) -> str:
+def _name(backend: object) -> str:
     """Return the name of a backend as the user gave it."""
     names = [getattr(b, "compiler_name", None) for b in within(backend)]
     return str(next(filter(None, names), getattr(backend, "__name__", "another")))
 
 
-def _tell(output: Any, gm: fx.GraphModule) -> None:
+def _tell(output: OutputGraph, gm: fx.GraphModule) -> None:
     """Warn of what in this graph asks for 4 bits, or raise if some of it is "strict"."""
     found = [inner for inner in _inner(output, gm) if _would_change(inner)]
     new = [inner for inner in found if inner.thing not in _told_of]
@@ -114,10 +121,10 @@ def _tell(output: Any, gm: fx.GraphModule) -> None:
     log.warning("%s", text)
 
 
-def _inner(output: Any, gm: fx.GraphModule) -> Iterator[_Inner]:
+def _inner(output: OutputGraph, gm: fx.GraphModule) -> Iterator[_Inner]:
     scope = {"L": output.local_scope, "G": output.global_scope}
     own = _called_module(output.root_tx.f_code)
-    seen: set[Any] = set()
+    seen: set[Function] = set()
     for path in (*_holders(gm), *_looked_into(output)):
         try:
             value = None if path == own else eval(path, scope)
@@ -130,14 +137,14 @@ def _inner(output: Any, gm: fx.GraphModule) -> Iterator[_Inner]:
             yield _Inner(plain_path(path), value, _compiled[function])
 
 
-def _called_module(code: Any) -> str:
+def _called_module(code: CodeType) -> str:
     """Dynamo's name of the module that a frame is a call of: nothing in the frame calls it."""
     return f"L['{code.co_varnames[0]}']" if code.co_name in left_out.WHOLE and code.co_varnames else ""
 
 
 def _holders(gm: fx.GraphModule) -> list[str]:
     """Dynamo's names of everything that holds an input of the graph, each once."""
-    found: dict[Any, str] = {}
+    found: dict[Source, str] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node.meta.get("grapharg"), "source", None)
         while source is not None and source not in found:
@@ -146,13 +153,13 @@ def _holders(gm: fx.GraphModule) -> list[str]:
     return list(dict.fromkeys(found.values()))
 
 
-def _looked_into(output: Any) -> list[str]:
+def _looked_into(output: OutputGraph) -> list[str]:
     """Dynamo's names of compiled functions that are part of the graph."""
     sources = (guard.originating_source for guard in output.guards)
     return sorted({source_name(s.base) for s in sources if getattr(s, "member", "") == _INLINED})
 
 
-def _by_this_backend(value: Any) -> Callable[..., Any] | None:
+def _by_this_backend(value: Any) -> Function | None:
     """The compiled function that runs if a module or a function is called."""
     ways = (value._compiled_call_impl, value.forward) if isinstance(value, nn.Module) else (value,)
     functions = (getattr(way, "__func__", way) for way in ways if hasattr(way, _INLINED))

@@ -13,46 +13,51 @@ over it has more rounds; each is proved to do nothing where its expert has no ro
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 
 from ..graph.traced_nodes import called, example, named
 from . import api
-from .branches import Handler, begins_again, is_kept, of_an_expert, watch
+from .branches import begins_again, is_kept, of_an_expert, watch
 from .bytecode import only_in_loops
 from .empty_rows import Way, number
 from .hit_experts import chosen_from
 from .row_counts import elements
-from .session import Numbers, OpenList, is_watched, session
+from .session import Numbers, OpenList, is_watched, new_list, session
+
+if TYPE_CHECKING:
+    from .api import Handler, Instruction, Method, Tracer, Variable
 
 
-def as_list(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_list(method: Method) -> Method:
     """`tolist()` of counts without end, and of sums of counts."""
 
-    def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = _list(tx, self) if not args and not kwargs else None
         return found if found is not None else method(self, tx, *args, **kwargs)
 
     return tolist
 
 
-def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_array(method: Method) -> Method:
     """`numpy()` of the same, if the array goes into loops only."""
 
-    def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = _list(tx, self, always=True) if not args and not kwargs else None
         return found if found is not None else method(self, tx, *args, **kwargs)
 
     return numpy
 
 
-def of_array(method: Callable[..., Any]) -> Callable[..., Any]:
+def of_array(method: Method) -> Method:
     """`array.cumsum(0)`, which goes into loops only. For variables of NumPy's arrays."""
 
-    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+    def call_method(
+        self: Variable, tx: Tracer, name: str, args: Sequence[Variable], kwargs: dict[str, Variable]
+    ) -> Variable:
         if name == "cumsum" and not kwargs and [a.as_python_constant() for a in args] in ([], [0]):
             found = _list(tx, self, summed=True, always=True)
             if found is not None:
@@ -65,7 +70,7 @@ def of_array(method: Callable[..., Any]) -> Callable[..., Any]:
 def one_expert(method: Handler) -> Handler:
     """A round of a loop over such a list: one for each of its numbers."""
 
-    def for_iter(tx: Any, inst: Any) -> None:
+    def for_iter(tx: Tracer, inst: Instruction) -> None:
         after = tx.instruction_pointer
         method(tx, inst)
         if not session(tx.output).open_lists or tx.instruction_pointer != after:
@@ -85,7 +90,7 @@ def one_expert(method: Handler) -> Handler:
     return for_iter
 
 
-def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
+def _list(tx: Tracer, v: Variable, summed: bool = False, always: bool = False) -> Variable | None:
     """A list of Python's numbers for counts. always: also of such that have an end, in loops."""
     here, node = tx.instructions[tx.instruction_pointer - 1], v.as_proxy().node
     source, sums = _source(node)
@@ -101,7 +106,7 @@ def _list(tx: Any, v: Any, summed: bool = False, always: bool = False) -> Any:
         return None
     if numbers.is_open:
         session(tx.output).open_lists.append(OpenList(tx, here, numbers))
-    return api.ListVariable(list(numbers.shown), mutation_type=api.ValueMutationNew())
+    return new_list(list(numbers.shown))
 
 
 _UNCHANGED = ("to", "long", "int", "cpu", "clone", "contiguous", "detach", "view_as")
@@ -132,7 +137,7 @@ def _open_ids(counts: fx.Node) -> fx.Node | None:
     return binned["input"] if is_open else None
 
 
-def _numbers(tx: Any, counts: fx.Node, ids: fx.Node | None, summed: bool) -> Numbers | None:
+def _numbers(tx: Tracer, counts: fx.Node, ids: fx.Node | None, summed: bool) -> Numbers | None:
     if ids is not None:
         every = (fx.Proxy(ids, tx.output.current_tracer), None, chosen_from(ids))
         counts = (

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
@@ -24,30 +25,40 @@ from . import api
 from .bytecode import only_in_loops, only_iterates
 from .empty_rows import SAYS_THE_SAME, number
 from .hit_experts import chosen_from
-from .session import Counted, session
+from .session import Counted, new_list, scalar_outputs, session
+
+if TYPE_CHECKING:
+    from .api import (
+        Handler,
+        Instruction,
+        ListVariable,
+        Method,
+        Proxy,
+        SymNodeVariable,
+        Tracer,
+        TupleVariable,
+        Variable,
+    )
 
 
-def as_numbers(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_numbers(method: Callable[..., ListVariable]) -> Method:
     """`tolist()` of how many rows each expert has is captured; any other is not."""
 
-    def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        mode, node = tx.output.fake_mode, self.as_proxy().node
+    def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
+        node = self.as_proxy().node
         counts = _are_counts(node)
-        allowed = mode.allow_scalar_outputs
-        mode.allow_scalar_outputs = allowed or counts
-        try:
+        with scalar_outputs(tx.output) if counts else nullcontext():
             numbers = method(self, tx, *args, **kwargs)
-        finally:
-            mode.allow_scalar_outputs = allowed
         ids = _ids_counted(node) if counts else None
         if ids is not None:
-            session(tx.output).counted.append(Counted(list(numbers.items), example(ids).numel(), ids))
+            known = cast("list[SymNodeVariable]", list(numbers.items))
+            session(tx.output).counted.append(Counted(known, example(ids).numel(), ids))
         return numbers
 
     return tolist
 
 
-def number_of(tx: Any, v: Any) -> Any:
+def number_of(tx: Tracer, v: Variable) -> Variable | None:
     """The number of Python's that a tensor without dimensions is, if that is how many rows one or several
     experts have together, or whether that is 0."""
     if not isinstance(v, api.TensorVariable):
@@ -56,7 +67,7 @@ def number_of(tx: Any, v: Any) -> Any:
     return _number(tx, v.as_proxy().node) if isinstance(x, torch.Tensor) and x.dim() == 0 else None
 
 
-def _number(tx: Any, node: fx.Node) -> Any:
+def _number(tx: Tracer, node: fx.Node) -> Variable | None:
     known = session(tx.output).numbers
     if node in known or writes_to([node], since(node)):
         return known.get(node)
@@ -66,35 +77,36 @@ def _number(tx: Any, node: fx.Node) -> Any:
         every = elements(tx, element["input"])
         found = every[element["item"]] if every is not None else None
     elif operation is not None and len(node.args) == 2 and not node.kwargs:
-        of: list[Any] = [_number(tx, a) if isinstance(a, fx.Node) else a for a in node.args]
-        of = [api.ConstantVariable.create(a) if type(a) is int else a for a in of]
-        if not any(a is None or isinstance(a, float) for a in of):
+        of = [v for a in node.args if (v := _constant_or_number(tx, a)) is not None]
+        if len(of) == 2:
             found = api.BuiltinVariable(operation).call_function(tx, of, {})
     if found is not None:
         known[node] = found
     return found
 
 
+def _constant_or_number(tx: Tracer, x: object) -> Variable | None:
+    if isinstance(x, fx.Node):
+        return _number(tx, x)
+    return api.ConstantVariable.create(x) if type(x) is int else None
+
+
 _OPERATIONS = {name: getattr(operator, name) for name in ("add", "sub", "eq", "ne", "gt", "ge", "lt", "le")}
 
 
-def elements(tx: Any, node: fx.Node) -> list[Any] | None:
+def elements(tx: Tracer, node: fx.Node) -> list[Variable] | None:
     """The numbers in a tensor of one dimension: counts, their sums up to each expert, and these after a 0."""
     if example(node).dim() != 1 or writes_to([node], since(node)):
         return None
-    name, known = called(node), session(tx.output).numbers
+    name, known = called(node), session(tx.output).elements
     if node in known:
         return known[node]
-    found = None
+    found: list[Variable] | None = None
     if _are_counts(node) and (ids := _ids_counted(node)) is not None:
-        mode = tx.output.fake_mode
-        proxy: Any = fx.Proxy(node, tx.output.current_tracer)  # whose elements are proxies again
-        allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
-        try:
-            found = [api.wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
-        finally:
-            mode.allow_scalar_outputs = allowed
-        session(tx.output).counted.append(Counted(found, example(ids).numel(), ids))
+        proxy = cast("Proxy", fx.Proxy(node, tx.output.current_tracer))
+        with scalar_outputs(tx.output):
+            found = numbers = [api.wrap_fx_proxy(tx, proxy[e].item()) for e in range(example(node).shape[0])]
+        session(tx.output).counted.append(Counted(numbers, example(ids).numel(), ids))
     elif (
         name in ("to", "long", "int", "cpu", "clone", "contiguous") and not example(node).is_floating_point()
     ):
@@ -110,8 +122,8 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
         0,
         -1,
     ):
-        joined = [part for n in several(node, 0) if (part := elements(tx, n)) is not None]
-        found = [n for part in joined for n in part] if len(joined) == len(several(node, 0)) else None
+        joined = [one for n in several(node, 0) if (one := elements(tx, n)) is not None]
+        found = [n for one in joined for n in one] if len(joined) == len(several(node, 0)) else None
     elif name in _ZEROS and example(node).shape == (1,):
         found = [api.ConstantVariable.create(0)]
     if found is not None:
@@ -122,10 +134,10 @@ def elements(tx: Any, node: fx.Node) -> list[Any] | None:
 _INTEGERS = (torch.int32, torch.int64)
 
 
-def asks_for_numbers(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def asks_for_numbers(method: Handler) -> Handler:
     """`if n == 0:`, of a number of rows that is a tensor."""
 
-    def jump(tx: Any, inst: Any) -> None:
+    def jump(tx: Tracer, inst: Instruction) -> None:
         asked = number_of(tx, tx.stack[-1])
         if asked is not None:
             tx.stack[-1] = asked
@@ -134,18 +146,18 @@ def asks_for_numbers(method: Callable[[Any, Any], None]) -> Callable[[Any, Any],
     return jump
 
 
-def as_number(method: Callable[..., Any]) -> Callable[..., Any]:
+def as_number(method: Method) -> Method:
     """`n.item()`, which slices ask for, too."""
 
-    def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    def item(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = number_of(tx, self) if not args and not kwargs else None
         return found if found is not None else method(self, tx, *args, **kwargs)
 
     return item
 
 
-def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
-    def numpy(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+def as_array(method: Method) -> Method:
+    def numpy(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         iterates = only_iterates(tx) or only_in_loops(tx, subscripts=False)
         if not args and not kwargs and iterates:
             node = self.as_proxy().node
@@ -156,7 +168,7 @@ def as_array(method: Callable[..., Any]) -> Callable[..., Any]:
     return numpy
 
 
-def _expert(tx: Any, rows: Any, start: Any, stop: Any) -> tuple[Counted, int] | None:
+def _expert(tx: Tracer, rows: Variable, start: Variable, stop: Variable) -> tuple[Counted, int] | None:
     """Whose rows `rows[start:stop]` of Dynamo's variables are, if these are one expert's."""
     known = session(tx.output).counted
     if not known or not isinstance(rows, api.TensorVariable):
@@ -172,7 +184,7 @@ def _expert(tx: Any, rows: Any, start: Any, stop: Any) -> tuple[Counted, int] | 
     return None
 
 
-def _part(tx: Any, rows: Any, start: Any, stop: Any) -> Any:
+def _part(tx: Tracer, rows: Variable, start: Variable, stop: Variable) -> Variable | None:
     """`rows[start:stop]` of Dynamo's variables, if these are one expert's."""
     found = _expert(tx, rows, start, stop)
     if found is None:
@@ -180,23 +192,27 @@ def _part(tx: Any, rows: Any, start: Any, stop: Any) -> Any:
     counts, expert = found
     node = rows.as_proxy().node
     if node not in counts.parts:
-        sizes = api.ListVariable(list(counts.numbers), mutation_type=api.ValueMutationNew())
-        counts.parts[node] = rows.call_method(tx, "split", [sizes], {}).items
+        sizes = new_list(list(counts.numbers))
+        counts.parts[node] = cast("TupleVariable", rows.call_method(tx, "split", [sizes], {})).items
     return counts.parts[node][expert]
 
 
-def subscripts(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def _ends(at: Variable) -> list[Variable]:
+    """Return where a slice with steps of 1 starts and stops; nothing for any other index."""
+    if not isinstance(at, api.SliceVariable):
+        return []
+    start, stop, step = at.items
+    return [start, stop] if step.is_python_constant() and step.as_python_constant() in (None, 1) else []
+
+
+def subscripts(method: Handler) -> Handler:
     """`rows[start:stop]`, a slice in one variable."""
 
-    def subscript(tx: Any, inst: Any) -> None:
-        rows, at = (v.realize() for v in tx.stack[-2:]) if session(tx.output).counted else (None, None)
+    def subscript(tx: Tracer, inst: Instruction) -> None:
         found = None
-        if (
-            isinstance(at, api.SliceVariable)
-            and at.items[2].is_python_constant()
-            and at.items[2].as_python_constant() in (None, 1)
-        ):
-            found = _part(tx, rows, *at.items[:2])
+        if session(tx.output).counted:
+            rows, at = (v.realize() for v in tx.stack[-2:])
+            found = _part(tx, rows, *ends) if (ends := _ends(at)) else None
         if found is None:
             return method(tx, inst)
         tx.popn(2)
@@ -205,10 +221,10 @@ def subscripts(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]
     return subscript
 
 
-def slices(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def slices(method: Handler) -> Handler:
     """The same from Python 3.12 on, with a slice in two."""
 
-    def slice_(tx: Any, inst: Any) -> None:
+    def slice_(tx: Tracer, inst: Instruction) -> None:
         found = _part(tx, *(v.realize() for v in tx.stack[-3:])) if session(tx.output).counted else None
         if found is None:
             return method(tx, inst)
@@ -218,19 +234,16 @@ def slices(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return slice_
 
 
-def stores(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+def stores(method: Handler) -> Handler:
     """`rows[start:stop] = y`, with a slice in one variable or, from Python 3.12 on, in two. When the rows of
     all experts are written, they are once more, joined: that can be read in the graph."""
 
-    def store(tx: Any, inst: Any) -> None:
+    def store(tx: Tracer, inst: Instruction) -> None:
         in_two = inst.opname == "STORE_SLICE"
-        at: Sequence[Any] = ()
+        at: Sequence[Variable] = ()
         if session(tx.output).counted:
             y, rows, *at = (v.realize() for v in tx.stack[-4 if in_two else -3 :])
-            if not in_two and isinstance(at[0], api.SliceVariable):
-                step = at[0].items[2]
-                whole = step.is_python_constant() and step.as_python_constant() in (None, 1)
-                at = at[0].items[:2] if whole else at
+            at = at if in_two else _ends(at[0])
         method(tx, inst)
         found = _expert(tx, rows, *at) if len(at) == 2 else None
         if found is not None:
@@ -239,7 +252,7 @@ def stores(method: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
     return store
 
 
-def _join_when_complete(tx: Any, counts: Counted, expert: int, rows: Any, y: Any) -> None:
+def _join_when_complete(tx: Tracer, counts: Counted, expert: int, rows: Variable, y: Variable) -> None:
     node = rows.as_proxy().node
     write = next(iter(reversed(node.graph.nodes)))
     written = counts.written.setdefault(node, {})
@@ -260,9 +273,7 @@ def _join_when_complete(tx: Any, counts: Counted, expert: int, rows: Any, y: Any
     first = next(n for n in node.graph.nodes if n in writes)
     if writes_to([node], (n for n in since(first) if n not in writes)):
         return
-    parts = api.ListVariable(
-        [written[e][0] for e in range(len(written))], mutation_type=api.ValueMutationNew()
-    )
+    parts = new_list([written[e][0] for e in range(len(written))])
     joined = api.TorchInGraphFunctionVariable(torch.cat).call_function(tx, [parts], {})
     written_again = rows.call_method(tx, "copy_", [joined], {}).as_proxy().node
     written_again.meta[SAYS_THE_SAME] = True

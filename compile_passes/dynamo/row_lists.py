@@ -6,8 +6,7 @@ tensor that it was says the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -15,9 +14,12 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ..graph.traced_nodes import example
 from .bytecode import only_indexes
 
+if TYPE_CHECKING:
+    from .api import Method, Tracer, Variable
 
-def as_index(method: Callable[..., Any]) -> Callable[..., Any]:
-    def tolist(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+
+def as_index(method: Method) -> Method:
+    def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         rows = example(self.as_proxy().node)
         if (
             isinstance(rows, torch.Tensor)

@@ -16,7 +16,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...meta.text import first_line
 from .api import (
@@ -29,9 +29,12 @@ from .api import (
 )
 from .session import attempts, has_attempts, session
 
+if TYPE_CHECKING:
+    from .api import Function, OutputGraph, Tracer
+
 log = logging.getLogger("fp4_ops")
 
-Rule = Callable[[Any], Any]
+Rule: TypeAlias = "Callable[[Function], Function]"
 
 _FORESEEN = (RestartAnalysis, SkipFrame, BackendCompilerFailed)
 _BREAKS = (Unsupported, UserError)
@@ -42,14 +45,14 @@ _BREAKS = (Unsupported, UserError)
 
 
 def while_tracing(
-    rule: Rule, method: Callable[..., Any], output_of: Callable[..., Any], always: bool = False
-) -> Callable[..., Any]:
+    rule: Rule, method: Function, output_of: Callable[..., OutputGraph], always: bool = False
+) -> Function:
     """`rule(method)` in our graphs, `method` in others. output_of: Dynamo's output, from the first two
     arguments of a call. always: also where a function is traced once more without rules."""
     ruled = rule(method)
 
     @functools.wraps(method)
-    def traced(*args: Any, **kwargs: Any) -> Any:
+    def traced(*args: object, **kwargs: object) -> object:
         output = output_of(*args[:2])
         applies = session(output).is_ours and (always or failure(getattr(output, "root_tx", None)) is None)
         return (ruled if applies else method)(*args, **kwargs)
@@ -57,13 +60,13 @@ def while_tracing(
     return traced
 
 
-def failure(tracer: Any) -> str | None:
+def failure(tracer: Tracer | None) -> str | None:
     """Why rules apply no more to the function that is traced; None if they do."""
     shared = getattr(tracer, "speculation_log", None)
     return None if shared is None else attempts(shared).failure
 
 
-def without_rules(tracer: Any, error: Exception) -> None:
+def without_rules(tracer: Tracer, error: Exception) -> None:
     """Has Dynamo trace one of our functions again, without rules, if one of them may be why it failed."""
     if not session(tracer.output).is_ours or failure(tracer) is not None or isinstance(error, _FORESEEN):
         return
@@ -91,7 +94,7 @@ def _named(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(str(error))}"
 
 
-def may_break(tracer: Any) -> bool:
+def may_break(tracer: Tracer) -> bool:
     """Whether a graph may break, or the function be left to Python."""
     return not (tracer.one_graph or tracer.export or tracer.error_on_graph_break)
 
@@ -104,7 +107,7 @@ class _Call:
 
     error: BaseException | None = None
     returned = False
-    result: Any = None
+    result: object = None
 
 
 class _Calls(threading.local):
@@ -112,11 +115,11 @@ class _Calls(threading.local):
         self.open: list[_Call] = []
 
 
-def around(rule: Rule, method: Callable[..., Any]) -> Callable[..., Any]:
+def around(rule: Rule, method: Function) -> Function:
     """`rule(method)`, or what `method` gives where the rule fails."""
     calls = _Calls()
 
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def recorded(*args: object, **kwargs: object) -> object:
         call = calls.open[-1]
         try:
             call.result = method(*args, **kwargs)
@@ -129,7 +132,7 @@ def around(rule: Rule, method: Callable[..., Any]) -> Callable[..., Any]:
     ruled = rule(recorded)
 
     @functools.wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: object, **kwargs: object) -> object:
         call = _Call()
         calls.open.append(call)
         try:

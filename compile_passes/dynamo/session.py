@@ -5,13 +5,20 @@ Both are kept on Dynamo's own objects, one attribute each, and so live as long a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import sympy
+import torch
 from torch import fx
+
+from . import api
+
+if TYPE_CHECKING:
+    from .api import Guard, Instruction, ListVariable, OutputGraph, SymNodeVariable, Tracer, Variable
 
 Place = tuple[CodeType, int]
 """An instruction: the function's code, and the offset in it."""
@@ -21,21 +28,21 @@ Place = tuple[CodeType, int]
 class Counted:
     """The numbers of rows of all experts, as Dynamo has them, and what they add up to."""
 
-    numbers: list[Any]
-    total: Any
+    numbers: list[SymNodeVariable]
+    total: int | torch.SymInt
     ids: fx.Node
     """Ids that are counted."""
-    parts: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
+    parts: dict[fx.Node, Sequence[Variable]] = field(default_factory=dict)
     """Parts of tensors, with as many rows as the counts say."""
-    written: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)
+    written: dict[fx.Node, dict[int, tuple[Variable, fx.Node]]] = field(default_factory=dict)
     """Writes to each expert's rows of such tensors, with the node that writes."""
 
-    def expressions(self) -> list[Any]:
+    def expressions(self) -> list[sympy.Expr]:
         return [n.sym_num.node.expr for n in self.numbers]
 
-    def between(self, start: Any, stop: Any) -> int | None:
+    def between(self, start: sympy.Expr, stop: sympy.Expr) -> int | None:
         """The expert whose rows, of rows sorted by expert, begin and end there."""
-        before: Any = sympy.Integer(0)
+        before: sympy.Expr = sympy.Integer(0)
         for e, n in enumerate(self.expressions()):
             if before == start and before + n == stop:
                 return e
@@ -46,7 +53,7 @@ class Counted:
 class Grown(NamedTuple):
     """A list that would be shorter if idle experts were skipped, and the branch that skips them."""
 
-    items: Any
+    items: ListVariable
     branch: Place
     place: str
     """file:line"""
@@ -55,8 +62,8 @@ class Grown(NamedTuple):
 class Numbers(NamedTuple):
     """Numbers of each expert, in order: its rows, or the rows up to and including its own."""
 
-    rows: list[Any]
-    shown: list[Any]
+    rows: list[Variable]
+    shown: list[Variable]
     is_open: bool
     """Whether the program's own list may be shorter."""
 
@@ -64,8 +71,8 @@ class Numbers(NamedTuple):
 class OpenList(NamedTuple):
     """A list of numbers that the program itself may have shorter."""
 
-    tx: Any
-    begins: Any
+    tx: Tracer
+    begins: Instruction
     """The instruction that a restart leaves as it is."""
     numbers: Numbers
 
@@ -79,11 +86,13 @@ class Session:
     has_known_values: bool = False
     """Whether some nodes have a known value (known_values.py)."""
     counted: list[Counted] = field(default_factory=list)
-    numbers: dict[fx.Node, Any] = field(default_factory=dict)
+    numbers: dict[fx.Node, Variable] = field(default_factory=dict)
     """Tensors that Dynamo has as Python's numbers, too."""
+    elements: dict[fx.Node, list[Variable]] = field(default_factory=dict)
+    """The same for tensors of one dimension."""
     grown: list[Grown] = field(default_factory=list)
     open_lists: list[OpenList] = field(default_factory=list)
-    added_guards: list[Any] = field(default_factory=list)
+    added_guards: list[Guard] = field(default_factory=list)
     """Guards of earlier attempts, which are not Dynamo's own."""
 
 
@@ -100,7 +109,7 @@ class Attempts:
 _SESSION, _ATTEMPTS = "_fp4_session", "_fp4_attempts"
 
 
-def session(output: Any) -> Session:
+def session(output: OutputGraph) -> Session:
     """Return the session of Dynamo's OutputGraph."""
     known = vars(output)
     if _SESSION not in known:
@@ -109,17 +118,40 @@ def session(output: Any) -> Session:
     return found
 
 
-def attempts(speculation_log: Any) -> Attempts:
+def attempts(speculation_log: object) -> Attempts:
     """Return what the attempts share that share this SpeculationLog."""
     found: Attempts = vars(speculation_log).setdefault(_ATTEMPTS, Attempts())
     return found
 
 
-def has_attempts(found: Any) -> bool:
+def has_attempts(found: object) -> bool:
     return hasattr(found, _ATTEMPTS)
 
 
-def within(backend: Any) -> list[Any]:
+def new_list(items: list[Variable]) -> ListVariable:
+    """Return a variable for a list that the program itself may have made."""
+    return api.ListVariable(items, mutation_type=api.ValueMutationNew())
+
+
+def frames(tx: Tracer | None) -> Iterator[Tracer]:
+    """Yield the frame that is traced, and those into which Dynamo inlines it."""
+    while tx is not None:
+        yield tx
+        tx = getattr(tx, "parent", None)
+
+
+@contextmanager
+def scalar_outputs(output: OutputGraph) -> Iterator[None]:
+    """Numbers of tensors may become numbers of the graph, as a context manager."""
+    mode = output.fake_mode
+    allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
+    try:
+        yield
+    finally:
+        mode.allow_scalar_outputs = allowed
+
+
+def within(backend: object) -> list[object]:
     """Return the backend, and what Dynamo and `torch.compile` wrapped in it, the innermost last."""
     found = [backend]
     for name in ("_torchdynamo_orig_backend", "compiler_fn"):
@@ -128,11 +160,11 @@ def within(backend: Any) -> list[Any]:
     return found
 
 
-def is_ours(backend: Any) -> bool:
+def is_ours(backend: object) -> bool:
     """Whether graphs for this backend are captured with the rules: it has `sees_through_branches`."""
     return bool(getattr(within(backend)[-1], "sees_through_branches", False))
 
 
-def is_watched(tx: Any) -> bool:
+def is_watched(tx: Tracer) -> bool:
     """Whether the instructions of a frame are watched, up to where two ways meet (`branches.watch`)."""
     return "step" in vars(tx)
