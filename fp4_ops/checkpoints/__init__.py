@@ -1,4 +1,5 @@
-"""4-bit checkpoints: read in every dialect of `dialects/`, written shard by shard, saved from models."""
+"""Reads 4-bit checkpoints in every dialect of `dialects/`, writes them shard by shard, and saves them from
+models."""
 
 from .convert import ConvertReport, quantize_checkpoint
 from .dialects import DIALECTS, Dialect

@@ -1,11 +1,11 @@
-"""Methods that look at calibration text, one decoder layer at a time.
+"""Quantises with methods that need calibration text, one decoder layer at a time.
 
-The text runs through the original model, layer by layer for all of its windows: what a layer puts out is kept
-until the next one has been given it. A layer's experts are read, measured while they run, quantised, and
-forgotten; their codes wait in a spool until the files that they belong to can be written. So codes are those
-that `fp4_ops.prepare(model, method=..., calibration=calibrate(model, windows))` makes.
+The text runs through the original model layer by layer, for all windows: the output of a layer is kept until
+the next layer has used it. The experts of a layer are read, measured while they run, quantised, and freed.
+Their codes wait in a spool until the files that contain them can be written. The codes are those of
+`fp4_ops.prepare(model, method=..., calibration=calibrate(model, windows))`.
 
-What the next layer is given is spooled, too: a run that was killed goes on with the layer it was at.
+The input of the next layer is spooled, too, so a run that was killed continues with the layer it had reached.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .folder import Folder
 from .progress import progress_bar
 
 SPOOL = ".fp4_calibrated"
-"""The folder of what waits, beside the result."""
+"""The name of the spool folder, beside the result."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Calibration text: int64 [windows, length], and how many windows run at a time."""
+    """Calibration text, int64 [windows, length], and the number of windows that run at a time."""
 
     windows: Tensor
     batch: int
@@ -45,8 +45,7 @@ class Text:
 class CalibratedLayers:
     """Quantises the experts of a folder's decoder layers in turn, and hands out their codes.
 
-    names: the tensors that hold experts' weights. Those of stacks are asked for as `name[expert]`.
-    eight: the folder's weights in 8 bits, by the tensor of their codes.
+    names: the tensors that hold experts' weights. A matrix of a stack is asked for as `name[expert]`.
     """
 
     def __init__(
@@ -68,7 +67,7 @@ class CalibratedLayers:
         self._of_layer: list[list[ExpertsModule]] = [[] for _ in self._layers]
         for m in self._dense.experts:
             self._of_layer[at[m.name]].append(m)
-        self._where: dict[str, tuple[int, str, int]] = {}  # of a matrix: layer, parameter, expert
+        self._where: dict[str, tuple[int, str, int]] = {}  # for each matrix: layer, parameter, expert
         for name, target in self._dense.targets.items():
             layer = at[target.parameter.rpartition(".")[0]]
             if target.expert is not None:
@@ -78,27 +77,27 @@ class CalibratedLayers:
                     self._where[f"{name}[{i}]"] = (layer, target.parameter, i)
         self._headers: dict[int, dict[str, TensorInfo]] = {}
         self.unseen = 0
-        """Experts that no token reached, in the layers done so far."""
+        """The number of experts that no token reached, in the finished layers."""
 
     def __contains__(self, name: str) -> bool:
-        """Whether a matrix is one of the model's. Those that are not have no calibration."""
+        """Returns whether a matrix belongs to the model. Others have no calibration."""
         return name in self._where
 
     def __len__(self) -> int:
-        """How many matrices have one."""
+        """Returns the number of matrices that have a calibration."""
         return len(self._where)
 
     def layer(self, name: str) -> int:
-        """That of a matrix."""
+        """Returns the layer of a matrix."""
         return self._where[name][0]
 
     def codes(self, name: str) -> Codes:
-        """A matrix in 4 bits; for that of a gate or an up the two as one."""
+        """Returns a matrix in 4 bits. For a gate or an up, both together."""
         layer, parameter, expert = self._where[name]
         if layer not in self._headers:
             self._headers[layer] = read_header(self._file(layer))
         tensors = self._headers[layer]
-        with Reader() as reader:  # of its own: several threads ask
+        with Reader() as reader:  # a reader of its own, because several threads call this
             packed, block_scale, global_scale = (
                 reader.read(tensors[key].row(expert)) if key in tensors else None for key in _keys(parameter)
             )
@@ -106,17 +105,17 @@ class CalibratedLayers:
         return Codes(packed, block_scale, global_scale)
 
     def forget(self, layer: int) -> None:
-        """Its codes are not asked for any more."""
+        """Frees a layer's codes, which nobody will ask for again."""
         self._headers.pop(layer, None)
         self._file(layer).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Everything is done: removes the spool."""
+        """Removes the spool after everything is done."""
         shutil.rmtree(self._spool)
 
     @torch.no_grad()
     def run(self, progress: bool) -> Iterator[int]:
-        """Quantises layer after layer: the number of those done, each time there are more."""
+        """Quantises layer after layer. Yields the number of finished layers each time it grows."""
         self._spool.mkdir(exist_ok=True)
         total = sum(map(self._dense.nbytes, self._dense.experts))
         last = max(i for i, modules in enumerate(self._of_layer) if modules)
@@ -164,9 +163,10 @@ class CalibratedLayers:
         return {key: t.cpu() for key, t in zip(_keys(parameter), codes) if t is not None}
 
     def _inputs(self) -> tuple[list[Tensor], list[list[Call]]]:
-        """By batch: what the first layer is given, and what every layer is given beside that.
+        """Returns, for each batch, the input of the first layer and the other arguments of every layer.
 
-        The model runs with layers that do nothing: what is beside the hidden states does not depend on them.
+        The model runs with layers that do nothing, because the other arguments do not depend on the hidden
+        states.
         """
         hidden, calls = [], []
         for windows in self.text.windows.split(self.text.batch):
@@ -196,7 +196,7 @@ class CalibratedLayers:
             file.unlink()
 
     def _resume(self, hidden: list[Tensor]) -> int:
-        """The layer to go on with; `hidden` becomes what it is given."""
+        """Returns the layer to continue with, and sets `hidden` to its input."""
         states = self._states()
         if not states:
             return 0
@@ -224,7 +224,7 @@ def _write(file: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def _decoder_layers(dense: DenseModel) -> tuple[nn.ModuleList, str]:
-    """The list of layers that all experts modules are in, and its name."""
+    """Returns the list of layers that contains all experts modules, and its name."""
     modules = dict(dense.model.named_modules())
 
     def lists(experts: ExpertsModule) -> Iterator[str]:
@@ -245,15 +245,15 @@ def _decoder_layers(dense: DenseModel) -> tuple[nn.ModuleList, str]:
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments of a layer beside its hidden states."""
+"""Arguments of a layer except its hidden states."""
 
 
 class _Enough(Exception):
-    """Ends a run of the model whose layers have all been asked."""
+    """Ends a run of the model after all layers were called."""
 
 
 class _Stub:
-    """Stands for a layer's forward, and notes what it is given."""
+    """Replaces a layer's forward and notes its arguments."""
 
     hidden: Tensor
     call: Call

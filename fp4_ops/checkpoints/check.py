@@ -1,4 +1,4 @@
-"""Whether a folder that is about to be written can be loaded again: found out from headers alone."""
+"""Checks, from headers alone, that a folder that will be written can be loaded again."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Header = tuple[str, torch.dtype, tuple[int, ...]]
 def check_loadable(folder: Folder, outputs: Iterable[Header], dialect: Dialect) -> None:
     """Raises CheckpointError unless `load_checkpoint` finds a place for every 4-bit weight of `outputs`.
 
-    folder: the source, whose config the result has. A model that transformers cannot build from it is not
+    folder: the source. The result gets its config. If transformers cannot build a model from it, nothing is
     checked, and a warning says so.
     """
     try:
         model = _on_meta(folder)
-    except Exception as error:  # remote code, an unknown family, a config that is not whole
+    except Exception as error:  # remote code, an unknown family, an incomplete config
         warnings.warn(
             f"fp4: {folder.path}: whether the result can be loaded is not known: transformers builds no "
             f"model from its config ({type(error).__name__}: {first_line(str(error))})",
@@ -61,7 +61,7 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialect: Dialect) 
 
 
 def _in_no_layer(parameter: str, modules: dict[str, nn.Module]) -> bool:
-    """Whether it would be in a layer with a number that the model's list of layers does not have."""
+    """Returns whether a parameter belongs to a layer number that the model's list of layers does not have."""
     parts = parameter.split(".")
     known = next(i for i in range(len(parts), -1, -1) if ".".join(parts[:i]) in modules)
     return known < len(parts) and parts[known].isdigit()

@@ -68,7 +68,7 @@ def _quantize(args: argparse.Namespace) -> None:
 def _calibration(args: argparse.Namespace) -> Tensor | None:
     if args.calibration is None:
         return None
-    Folder(args.model)  # raises where it is none
+    Folder(args.model)  # raises if it is not a checkpoint folder
     from transformers import AutoConfig
 
     vocab_size = AutoConfig.from_pretrained(args.model).get_text_config().vocab_size

@@ -1,8 +1,8 @@
-"""A bf16 checkpoint to a 4-bit one, file by file, in bounded memory, resumable.
+"""Converts a bf16 checkpoint to a 4-bit one, file by file, in bounded memory. It can be resumed.
 
-Each file of the source becomes the file of that name in the result. A file of the result has its name only
-when it is whole; config.json comes last, so a folder that has one is whole. What is done already is kept in a
-progress file, and a run that was killed goes on with the first file that is not.
+Each file of the source becomes the file of the same name in the result. A result file gets its name only when
+it is complete. config.json is written last, so a folder with a config.json is complete. A progress file lists
+what is done; a run that was killed continues with the first unfinished file.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 
 SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IN_FLIGHT = 64 << 20
-"""Bytes read ahead of the quantiser, and as many written behind it."""
+"""The most bytes that are read ahead of the quantiser, and the most that wait to be written."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
-"""Ends of the names of files that hold weights or say where they are: not copied along."""
+"""Endings of files that hold weights or list them. These are not copied."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class ConvertReport:
     unseen: int = 0
     """Experts that no token of the calibration text reached."""
     outside: int = 0
-    """Expert matrices for which the model has no place, and which no text can calibrate."""
+    """Expert matrices that have no place in the model, so that no text can calibrate them."""
     linears: int = 0
     """Linear layers outside the experts that are in 4 bits, too."""
 
@@ -99,20 +99,20 @@ class ConvertReport:
 
 @dataclass(frozen=True)
 class Unit:
-    """A step of the work: what is read, and the tensors of the result that come of it."""
+    """A step of the work: what is read, and the resulting tensors."""
 
     reads: list[tuple[TensorInfo, ...]]
     """Each entry is one matrix [N, K], or two that are quantised as one [gate; up]."""
     names: list[str]
-    """The weights that result: one, or gate and up, or one of them and "" for the other, which another file
+    """The resulting weights: one, or gate and up, or one of these and "" for the other, which another file
     has. Empty: `reads` is one tensor, copied as it is."""
     outputs: list[Header]
     transposed: bool = False
     """The matrices are stored [K, N]."""
     dequantized: bool = False
-    """It is in 8 bits, and not copied but written in the model's dtype."""
+    """True if it is in 8 bits and is written in the model's dtype instead of copied."""
     rounded: bool = False
-    """It is rounded, whatever the experts' method is: a linear layer outside the experts."""
+    """True if it is rounded, whatever the experts' method is: a linear layer outside the experts."""
 
     @property
     def nbytes(self) -> int:
@@ -136,16 +136,16 @@ class Plan:
                     "weights"
                 )
         self.eight = eight_bits(folder)
-        """The source's weights in 8 bits, by the tensor of their codes: dequantised on the way."""
+        """The source's weights in 8 bits, by the tensor of their codes. They are dequantised on the way."""
         self._scales = {
             w.name + s for w in self.eight.values() for s in w.dialect.suffixes if s != w.dialect.packed
         }
         name = folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16"
         self.dtype = getattr(torch, str(name).removeprefix("torch."), torch.bfloat16)
-        """That weights in 8 bits get where they are not experts'."""
+        """The dtype for weights in 8 bits that do not belong to experts."""
         places = {place: n for n, info in tensors.items() if (place := stack_of(info)) is not None}
         self.stacks = {n: self._is_transposed(owner, places) for (owner, _), n in places.items()}
-        """Whether each is [E, K, N]."""
+        """For each stack, whether it is [E, K, N]."""
         singles = [n for n in tensors if MATRIX.match(n)]
         self.gated = any(MATRIX.sub(r"\2", n) in ("gate_proj", "w1") for n in singles)
         if not singles and not self.stacks:
@@ -177,7 +177,7 @@ class Plan:
         self.matrices = len(singles) + sum(tensors[n].shape[0] for n in self.stacks)
 
     def _is_transposed(self, owner: str, places: dict[tuple[str, str], str]) -> bool:
-        """Whether the stacks are [E, K, N]: the sizes of gate_up (or up alone) and down tell."""
+        """Returns whether the stacks are [E, K, N], judged by the sizes of gate_up (or up alone) and down."""
         names = [places.get((owner, part)) for part in ("gate_up_proj", "up_proj", "down_proj")]
         parts, up, down = 2 if names[0] else 1, names[0] or names[1], names[2]
         if up is None or down is None:
@@ -196,7 +196,7 @@ class Plan:
         )
 
     def _check(self, info: TensorInfo) -> int:
-        """K of an expert weight."""
+        """Checks an expert weight and returns its K."""
         if info.dtype not in SOURCE_DTYPES and info.name not in self.eight:
             raise CheckpointError(
                 f"fp4: {info} is {info.dtype}; it must be bfloat16, float16 or float32. Quantise the "
@@ -214,11 +214,11 @@ class Plan:
         return k
 
     def _partner(self, info: TensorInfo) -> TensorInfo | None:
-        """The up matrix of a gate, and the other way round."""
+        """Returns the up matrix of a gate, or the gate of an up."""
         match = MATRIX.match(info.name)
         if match is None or match[2] not in PARTNER:
             return None
-        if not self.gated:  # an up by itself
+        if not self.gated:  # an up without a gate
             return None
         name = f"{match[1]}{PARTNER[match[2]]}.weight"
         partner = self.folder.tensors.get(name)
@@ -236,7 +236,7 @@ class Plan:
         return {calibrated.layer(name) for name in reads if name in calibrated}
 
     def units(self, file: Path) -> Iterator[Unit]:
-        """The work for one source file, in the order in which its result is written."""
+        """Yields the work for one source file, in the order in which its result is written."""
         taken: set[str] = set()
         for info in self.folder.of_file(file):
             if info.name in taken or info.name in self._scales:
@@ -296,7 +296,7 @@ def quantize_checkpoint(
     device: str | torch.device = "cpu",
     progress: bool = True,
 ) -> ConvertReport:
-    """Quantises the expert weights of a checkpoint folder; everything else is copied as it is.
+    """Quantises the expert weights of a checkpoint folder, and copies everything else.
 
     source: a folder of safetensors files in bfloat16, float16 or float32, and its config.json.
     out: a folder that does not exist, is empty, or holds what an earlier run of the same command left.
@@ -312,8 +312,8 @@ def quantize_checkpoint(
     without its experts, the experts of one decoder layer, the moments of their inputs (float32 [E, K, K] for
     gptq), and what a layer puts out for all tokens; the layers' codes wait beside the result in files.
 
-    Raises CheckpointError naming file and tensor for what cannot be read or quantised; `out` has no
-    config.json then.
+    Raises CheckpointError, naming file and tensor, if something cannot be read or quantised. `out` then has
+    no config.json.
     """
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
@@ -327,7 +327,7 @@ def quantize_checkpoint(
     resumable = Progress(folder, to, format, method, calibration, batch, kinds)
     layers = None
     if calibration is not None:
-        from .calibrated import CalibratedLayers, Text  # transformers is imported where a model is run
+        from .calibrated import CalibratedLayers, Text  # this imports transformers, which only a model needs
 
         text = Text(calibration, batch)
         layers = CalibratedLayers(folder, plan.weights, to, format, chosen, text, device, plan.eight)
@@ -371,7 +371,8 @@ def _check_calibration(method: Method, tokens: Tensor | None) -> None:
 
 
 def _ready(plan: Plan, layers: CalibratedLayers | None, progress: bool) -> Iterator[list[Path]]:
-    """The source's files, as many at a time as can be converted; the next come when these are."""
+    """Yields lists of source files that are ready to be converted. The next list comes after these are
+    done."""
     files = plan.folder.files
     if layers is None:
         yield files
@@ -389,7 +390,7 @@ def _ready(plan: Plan, layers: CalibratedLayers | None, progress: bool) -> Itera
 
 
 class Part(NamedTuple):
-    """Piece that is read for a unit: a matrix, or some of the bytes that are copied."""
+    """A piece that is read for a unit: a matrix, or some of the bytes that are copied."""
 
     unit: Unit
     infos: tuple[TensorInfo, ...]
@@ -409,7 +410,7 @@ def _parts(units: list[Unit]) -> Iterator[Part]:
 
 
 def _runs(units: list[Unit], nbytes: int) -> Iterator[list[Part]]:
-    """The units' parts, those that are neighbours in a file together, up to so many bytes."""
+    """Groups the parts of units: neighbours in a file together, up to `nbytes` bytes."""
     run: list[Part] = []
     for part in _parts(units):
         size = sum(p.nbytes for p in run) + part.nbytes
@@ -422,10 +423,10 @@ def _runs(units: list[Unit], nbytes: int) -> Iterator[list[Part]]:
 
 
 class _Pipeline:
-    """One thread reads ahead, some quantise a matrix each, one writes behind; copies are not quantised.
+    """One thread reads ahead, several quantise one matrix each, and one writes. Copies skip the quantisers.
 
-    No more than IN_FLIGHT bytes wait on either side. The quantising threads use no others in turn: threads
-    that wait for one another by spinning would take the time of those that read and write.
+    At most IN_FLIGHT bytes wait on either side. Each quantising thread uses only itself: threads that spin
+    while they wait for each other would slow the reading and writing threads.
     """
 
     def __init__(
@@ -446,7 +447,7 @@ class _Pipeline:
         self._behind: deque[tuple[int, Future[Any]]] = deque()
         self._unfinished: list[Writer] = []
         self._failed = False
-        """A step of the writing thread has raised: those after it, which build on it, are left out."""
+        """True if a step of the writing thread has raised. Later steps, which depend on it, are skipped."""
 
     def __enter__(self) -> _Pipeline:
         return self
@@ -460,7 +461,7 @@ class _Pipeline:
         torch.set_num_threads(self._threads)  # for threads that start from now on
 
     def convert(self, units: list[Unit], file: Path, dialect: Dialect, update: Callable[[int], Any]) -> None:
-        """Writes one file of the result. It may still be on its way to the disk when this returns."""
+        """Converts one file. It may not yet be on the disk when this returns."""
         writer = Writer(file, [o for unit in units for o in unit.outputs])
         self._unfinished.append(writer)
         parts = self._ahead(units)
@@ -479,7 +480,7 @@ class _Pipeline:
         self.then(partial(self._unfinished.remove, writer))
 
     def then(self, function: Callable[[], Any]) -> None:
-        """Runs it after everything that is to be written so far, if that was written."""
+        """Runs `function` after everything so far has been written, if no write failed."""
         self._write(0, function)
 
     def flush(self) -> None:
@@ -501,7 +502,7 @@ class _Pipeline:
             raise
 
     def _ahead(self, units: list[Unit]) -> Iterator[Any]:
-        """In order, the Codes of each matrix, and of what is copied the bytes, some at a time."""
+        """Yields, in order, the Codes of each matrix, and the bytes of copied tensors in pieces."""
         waiting: deque[tuple[int, Callable[[], Any]]] = deque()
         held = 0
         todo = self._submit(units)
@@ -516,7 +517,8 @@ class _Pipeline:
             held -= nbytes
 
     def _submit(self, units: list[Unit]) -> Iterator[tuple[int, Callable[[], Any]]]:
-        """Has the parts read and quantised: the size of each, and what waits for its result."""
+        """Starts to read and quantise the parts. Yields the size of each, and a function that waits for
+        its result."""
         for run in _runs(units, 0 if self._layers else CHUNK):
             infos = run[0].infos
             if self._layers and run[0].unit.names and infos[0].name in self._layers:
@@ -544,14 +546,14 @@ class _Pipeline:
         with Reader() as reader:
             for info, codes in zip(part.infos, matrix.split([t.shape[0] for t in part.infos])):
                 stored, expert = self._stored(info)
-                if codes.dim() == 3:  # not one of those whose experts come one by one
+                if codes.dim() == 3:  # all experts in one tensor, not one by one
                     values.append(stored.dialect.dequantize(stored, reader.read, dtype))
                 else:
                     values.append(stored.dialect.matrix(stored, expert, codes, reader.read, dtype))
         return torch.cat(values)
 
     def _stored(self, info: TensorInfo) -> tuple[StoredWeight, int | None]:
-        """The weight in 8 bits that is read, and which expert's, of all experts in one."""
+        """Returns the 8-bit weight that is read. If it holds all experts, also which expert is wanted."""
         name, _, expert = info.name.partition("[")
         return self._eight[name], int(expert[:-1]) if expert else None
 
@@ -562,7 +564,7 @@ class _Pipeline:
             if self.method.name == "rtn" or part.unit.rounded:
                 packed, block_scale, factor = torch.ops.fp4.quantize(matrix, self.format)
             else:
-                k = matrix.shape[-1]  # calibrated methods get here for what no text reaches
+                k = matrix.shape[-1]  # calibrated methods get here for matrices that no text reaches
                 nothing = matrix.new_zeros(k, k) if self.method.calibration != "none" else None
                 packed, block_scale, factor = quantize_weight(
                     matrix, self.format, self.method.name, calibration=nothing

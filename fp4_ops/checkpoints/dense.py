@@ -1,6 +1,6 @@
-"""A model without its experts' weights, and those weights read one module at a time.
+"""Loads a model without its experts' weights, and reads those weights one module at a time.
 
-Everything else is a small part of a Mixture-of-Experts model, and is loaded by transformers.
+The rest of a Mixture-of-Experts model is small. transformers loads it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ METHOD = "fp4_without_experts"
 
 
 class _WithoutExperts(QuantizationConfigMixin):
-    """names: the experts' tensors, which `from_pretrained` is to leave in the files.
+    """names: the experts' tensors. `from_pretrained` must leave them in the files.
 
-    eight: what is in 8 bits, by the name of the tensor of its codes: `from_pretrained` is to leave it, too.
+    eight: the weights in 8 bits, by the tensor of their codes. `from_pretrained` must leave these, too.
     """
 
     def __init__(self, names: Iterable[str], eight: dict[str, StoredWeight]) -> None:
@@ -43,7 +43,8 @@ class _WithoutExperts(QuantizationConfigMixin):
 
 
 class _Loader(HfQuantizer):
-    """To transformers a quantizer, which is whom it lets change a model before its weights are loaded."""
+    """A quantizer for transformers, because it lets only quantizers change a model before its weights are
+    loaded."""
 
     requires_calibration = False
     quantization_config: _WithoutExperts
@@ -51,7 +52,7 @@ class _Loader(HfQuantizer):
     targets: dict[str, Target]
     experts: list[ExpertsModule]
     shapes: dict[str, tuple[int, ...]]
-    """As the model stores them, by parameter."""
+    """Shapes as the model stores them, by parameter."""
     dense: Placement
     """Placement of weights in 8 bits that belong to no expert."""
 
@@ -68,7 +69,7 @@ class _Loader(HfQuantizer):
                 attribute = getattr(m.form, matrix)
                 self.shapes[f"{m.name}.{attribute}"] = tuple(getattr(m.module, attribute).shape)
                 m.module._parameters[attribute] = None
-            m.module._is_hf_initialized = True  # not at random
+            m.module._is_hf_initialized = True  # transformers must not initialise it at random
         ignored = set(model._keys_to_ignore_on_load_unexpected or ())
         patterns = {rf"{t.parameter}$".replace(".", r"\.") for t in self.targets.values()}
         patterns |= {pattern_of(w.name + suffix) for w in eight.values() for suffix in w.dialect.suffixes}
@@ -97,9 +98,8 @@ Part = tuple[Target, TensorInfo]
 class DenseModel:
     """A folder's model, with the weights of its experts modules left in the files.
 
-    names: the tensors that hold experts' weights. `targets` says where each of them belongs; those with no
-    place among `experts` are no part of the model (layers that predict further tokens, for example).
-    eight: the folder's weights in 8 bits, by the tensor of their codes. They get the model's dtype.
+    names: the tensors that hold experts' weights. `targets` has the place of each. Tensors with no place in
+    `experts` do not belong to the model (layers that predict further tokens, for example).
 
     Raises CheckpointError for weights that are missing or have another shape than the model's.
     """
@@ -113,7 +113,7 @@ class DenseModel:
         register_families()
         config = AutoConfig.from_pretrained(folder.path)
         for part in (config, config.get_text_config()):
-            if hasattr(part, "quantization_config"):  # read by us
+            if hasattr(part, "quantization_config"):  # we read it
                 del part.quantization_config
         how = _WithoutExperts(names, eight)
         model, info = model_class(config).from_pretrained(
@@ -175,7 +175,7 @@ class DenseModel:
             experts.module._parameters[getattr(experts.form, matrix)] = None
 
     def _check(self, experts: ExpertsModule, matrix: str) -> None:
-        """That the parts are the weight, each once."""
+        """Checks that the parts make up the weight, each once."""
         parameter = self.parameter(experts, matrix)
         parts, shape = self._parts[parameter], self._shapes[parameter]
         e, n, k = (shape[0], shape[2], shape[1]) if experts.transposed else shape

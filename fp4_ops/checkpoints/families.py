@@ -1,8 +1,9 @@
-"""Families that publish 4-bit folders under names that transformers does not have, or with code of their own.
+"""Handles families that publish 4-bit folders under names that transformers does not have, or with their own
+code.
 
-Kimi K2 Thinking is DeepSeek-V3's architecture under the model type `kimi_k2`; Kimi K2.5 and K2.6 name classes
-that transformers spells otherwise. Both folders ask for `trust_remote_code`. That code holds experts as it
-likes, so transformers' own classes are taken, with or without it.
+Kimi K2 Thinking is DeepSeek-V3's architecture under the model type `kimi_k2`. Kimi K2.5 and K2.6 name classes
+that transformers spells differently. Both folders ask for `trust_remote_code`. That code stores experts in
+its own way, so transformers' own classes are used, with or without it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ _SAME = {
         {"AutoModelForImageTextToText": "Kimi_K25ForConditionalGeneration", "AutoModel": "Kimi_K25Model"},
     ),
 }
-"""Model type: transformers' config class, and its model classes by the Auto class that finds them."""
+"""For each model type: transformers' config class, and its model classes by the Auto class that finds
+them."""
 
 _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
-"""In the order in which they are asked for a class."""
+"""The Auto classes, in the order in which they are asked for a class."""
 
 
 def register_families() -> None:
-    """Makes transformers build these model types from its own classes, also where remote code is trusted.
+    """Makes transformers build these model types from its own classes, even if remote code is trusted.
 
-    transformers prefers classes from outside of itself to remote code: hence subclasses.
+    transformers prefers classes from outside of itself to remote code, so subclasses are registered.
     """
     for model_type, (config_name, models) in _SAME.items():
         base = getattr(transformers, config_name, None)
@@ -49,7 +51,7 @@ def register_families() -> None:
 
 
 def config_of(path: Any, model_type: str | None, trust_remote_code: bool) -> PretrainedConfig:
-    """A folder's config. Code from the folder runs only if transformers does not have the family itself."""
+    """Returns a folder's config. Code from the folder runs only if transformers does not have the family."""
     register_families()
     if model_type in CONFIG_MAPPING:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -63,7 +65,7 @@ def config_of(path: Any, model_type: str | None, trust_remote_code: bool) -> Pre
 
 
 def model_class(config: PretrainedConfig) -> Any:
-    """The class that the config names, or the one that transformers has for it."""
+    """Returns the class that the config names, or else transformers' class for it."""
     for name in config.architectures or ():
         if hasattr(transformers, name):
             return getattr(transformers, name)

@@ -1,8 +1,8 @@
-"""safetensors and JSON files, read and written one tensor at a time.
+"""Reads and writes safetensors and JSON files, one tensor at a time.
 
-safetensors' own reader maps whole files (every page touched counts as resident) and its writer wants every
-tensor of a file at once. Both are avoided here, because the checkpoints are larger than the memory: tensors
-are read into memory of their own, and written as they come behind a header made from the shapes alone.
+safetensors' own reader maps whole files (every touched page counts as resident), and its writer needs every
+tensor of a file at once. This module does neither, because checkpoints are larger than the memory. It reads
+tensors into memory of their own. It writes them one by one after a header that is made from the shapes alone.
 """
 
 from __future__ import annotations
@@ -44,56 +44,57 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""dtypes of safetensors that share bytes: known by their size, not read."""
+"""dtypes of safetensors whose elements share bytes. Only their size is known; they are not read."""
 _MAX_HEADER = 100 << 20  # safetensors' own limit
 CHUNK = 16 << 20
-"""Bytes read at a time, where that can be chosen."""
+"""The number of bytes read at a time, if it can be chosen."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as what it says it is. Names the file and the tensor."""
+    """A checkpoint that cannot be read as its config describes it. The message names the file and the
+    tensor."""
 
     unknown_meaning = False
-    """Its config says something of the weights that is not computed here."""
+    """True if its config says something about the weights that this package cannot compute."""
 
 
 DAMAGED = "The file is damaged or not complete: fetch or export it again"
 OTHER_MODEL = "config.json describes another model than the files: take the one that was written with them"
 INCOMPLETE = "Fetch or export the folder again, with all its files"
-"""Advice at the end of an error."""
+"""Advice at the end of an error message."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a safetensors file: what its header says."""
+    """One tensor of a safetensors file, as its header describes it."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: Path
     offset: int
-    """Where its bytes start in the file."""
+    """The start of its bytes in the file."""
     foreign: str = ""
-    """The file's name for a dtype that is not read here. `dtype` and `shape` are then those of its bytes."""
+    """The file's name of a dtype that is not read here. `dtype` and `shape` are then those of its bytes."""
 
     @property
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
     def row(self, i: int) -> TensorInfo:
-        """Entry i along the first dimension, as a tensor of its own."""
+        """Returns entry i along the first dimension, as a tensor of its own."""
         row = replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:])
         return replace(row, offset=self.offset + i * row.nbytes)
 
     def rows(self, which: range) -> TensorInfo:
-        """Neighbouring entries along the first dimension."""
+        """Returns neighbouring entries along the first dimension."""
         cut = replace(
             self, name=f"{self.name}[{which.start}:{which.stop}]", shape=(len(which), *self.shape[1:])
         )
         return replace(cut, offset=self.offset + which.start * (self.nbytes // max(self.shape[0], 1)))
 
     def chunks(self) -> Iterator[TensorInfo]:
-        """Its bytes, some at a time, as tensors of their own."""
+        """Yields its bytes in pieces, as tensors of their own."""
         for start in range(0, self.nbytes, CHUNK):
             nbytes = min(self.nbytes - start, CHUNK)
             yield replace(self, offset=self.offset + start, dtype=torch.uint8, shape=(nbytes,))
@@ -103,7 +104,8 @@ class TensorInfo:
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of a safetensors file. Raises CheckpointError if it is truncated or not one."""
+    """Reads the header of a safetensors file. Raises CheckpointError if it is truncated or not such a
+    file."""
     try:
         size = file.stat().st_size
         with file.open("rb") as f:
@@ -140,7 +142,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def tensor_info(name: str, entry: Any, file: Path, start: int) -> tuple[TensorInfo, int]:
-    """One entry of a header, and the byte of the file where the tensor ends."""
+    """Reads one entry of a header. Also returns the position in the file where the tensor ends."""
     try:
         stored, shape = entry["dtype"], tuple(map(int, entry["shape"]))
         first, last = map(int, entry["data_offsets"])
@@ -169,11 +171,11 @@ _STARTS = {
     b"PK\x03\x04": "is a pickle of torch.save, not a safetensors file. Save the model with save_pretrained",
     b"<": "is a web page, not the file itself. Fetch it again; a private repository needs a token",
 }
-"""First bytes of files that are not what their name says."""
+"""The first bytes of files whose name is misleading."""
 
 
 def what_it_is(file: Path) -> str:
-    """The kind of a file that is not what its name says, and what to do; "" if it is not known."""
+    """Says what a file with a misleading name is, and what to do; "" if it is not known."""
     with file.open("rb") as f:
         start = f.read(32)
     if not start:
@@ -192,22 +194,22 @@ def _cannot_be_read(file: Path, error: OSError) -> CheckpointError:
 
 
 def are_neighbours(infos: Sequence[TensorInfo]) -> bool:
-    """Whether each starts where the one before it ends."""
+    """Returns whether each tensor starts where the one before it ends."""
     return all((a.file, a.offset + a.nbytes) == (b.file, b.offset) for a, b in pairwise(infos))
 
 
 def _joined(infos: Sequence[TensorInfo], data: Tensor) -> Tensor:
-    """The bytes of tensors of one dtype as one tensor."""
+    """Returns the bytes of tensors of one dtype as one tensor."""
     first = infos[0]
     if data.storage_offset() % first.dtype.itemsize:
-        data = data.clone()  # a file whose header has an odd length
+        data = data.clone()  # needed if the file's header has an odd length
     return data.view(first.dtype).view(first.shape if len(infos) == 1 else (-1, *first.shape[1:]))
 
 
 class Reader:
-    """Reads tensors; keeps the file it read from last open.
+    """Reads tensors. The last file stays open.
 
-    once: what is read will not be read again soon, and goes past the page cache.
+    once: the data will not be read again soon, so reads bypass the page cache.
     """
 
     def __init__(self, once: bool = False) -> None:
@@ -227,23 +229,23 @@ class Reader:
             self._file = None
 
     def read(self, info: TensorInfo, device: torch.device | str = "cpu") -> Tensor:
-        """The tensor, in memory that is its own."""
+        """Reads a tensor into memory of its own."""
         return self.read_joint((info,)).to(device)
 
     def read_joint(self, infos: Sequence[TensorInfo]) -> Tensor:
-        """Tensors of one dtype, joined along their first dimension."""
+        """Reads tensors of one dtype and joins them along their first dimension."""
         if are_neighbours(infos):
             return _joined(infos, self._bytes(infos[0], sum(t.nbytes for t in infos)))
         return _joined(infos, torch.cat([self._bytes(t, t.nbytes) for t in infos]))
 
     def read_run(self, reads: Sequence[Sequence[TensorInfo]]) -> list[Tensor]:
-        """`read_joint` of each, all neighbours, at once: the results share their memory."""
+        """Reads several joint tensors that are neighbours at once. The results share their memory."""
         sizes = [sum(t.nbytes for t in infos) for infos in reads]
         parts = self._bytes(reads[0][0], sum(sizes)).split(sizes)
         return [_joined(infos, part) for infos, part in zip(reads, parts)]
 
     def _bytes(self, info: TensorInfo, nbytes: int) -> Tensor:
-        """From where the tensor starts."""
+        """Reads bytes from the start of the tensor."""
         if self._file != info.file:
             self.close()
             opened = direct.open_reading(info.file) if self._once else os.open(info.file, os.O_RDONLY)
@@ -257,7 +259,7 @@ class Reader:
 class Writer:
     """Writes one safetensors file, tensor by tensor, in the order of `tensors`.
 
-    The file has its name only once it is whole and on the disk: until then it ends in ".partial".
+    The file gets its name when it is complete and on the disk. Until then its name ends in ".partial".
     """
 
     def __init__(self, file: Path, tensors: list[tuple[str, torch.dtype, tuple[int, ...]]]) -> None:
@@ -271,7 +273,7 @@ class Writer:
             header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
             offset = end
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # data starts aligned
+        text += b" " * (-len(text) % 8)  # the data starts aligned
         self._sink = direct.Sink(self.partial)
         self._sink.write(memoryview(len(text).to_bytes(8, "little") + text))
 
@@ -280,7 +282,7 @@ class Writer:
         self.append(tensor)
 
     def begin(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        """The next tensor, whose bytes then come by `append`, a part at a time."""
+        """Begins the next tensor. Its bytes follow in calls of `append`."""
         expected = self._expected.pop()
         assert (name, dtype, shape) == expected, f"{name} {dtype} {shape} is written where {expected} belongs"
 
@@ -299,7 +301,7 @@ class Writer:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object. Raises CheckpointError for a file that holds none."""
+    """Reads a JSON object. Raises CheckpointError if the file does not hold one."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -312,7 +314,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Writes a JSON file completely or not at all."""
     partial = file.with_name(file.name + ".partial")
     with partial.open("w") as f:
         f.write(json.dumps(value, indent=2) + "\n")

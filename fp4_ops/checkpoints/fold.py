@@ -1,4 +1,4 @@
-"""Gate and up as one matrix with one global scale, where a checkpoint gives each its own (nvfp4)."""
+"""Joins gate and up to one matrix with one global scale, if a checkpoint gives each its own (nvfp4)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from .files import CheckpointError
 
 E4M3_MAX = 448.0
 LIMIT = 1 / 16
-"""Most relative change of a matrix by a fold: half a step of e4m3's three bits."""
+"""The largest relative change of a matrix by a fold: half a step of e4m3's three bits."""
 
 
 @dataclass
 class Folds:
-    """Experts whose gate and up had different global scales, now one: the ratio went into block scales."""
+    """Experts whose gate and up had different global scales and now share one. The ratio went into block
+    scales."""
 
     exact: int = 0
     rounded: int = 0
     worst: float = 0.0
     """Largest relative change of a matrix: the norm of the difference over its norm."""
     where: str = ""
-    """The gate or up whose change that is."""
+    """The gate or up with that change."""
 
     def __str__(self) -> str:
         lines = (
@@ -39,12 +40,12 @@ class Folds:
 
 @dataclass
 class _Half:
-    """A gate or an up: what its blocks' scales must become, and how much each of them weighs."""
+    """A gate or an up: the exact values of its block scales, and how much an error of each counts."""
 
     block_scale: Tensor
     factor: Tensor
     squares: Tensor
-    """Sum of the squares of each block's codes: an error of a block's scale counts by these."""
+    """The sum of squares of each block's codes. An error of the block's scale is weighted by it."""
     largest: Tensor
     """The largest code of each block."""
 
@@ -59,19 +60,19 @@ class _Half:
 
     @property
     def scale(self) -> Tensor:
-        """Value of code 1 in each block."""
+        """Returns the value of code 1 in each block."""
         return self.block_scale.double() * self.factor
 
     def top(self) -> float:
-        """The largest such, of blocks that are not all zeros."""
+        """Returns the largest scale among blocks that are not all zeros."""
         return torch.where(self.squares > 0, self.scale, 0.0).amax().item()
 
     def fold(self, factor: Tensor) -> tuple[Tensor, float, float]:
-        """Block scales that mean with `factor` what they meant with its own; norm(difference) / norm and
-        max(|difference|) / max(|weight|) of the matrix."""
+        """Returns block scales that give the same values with the global scale `factor`. Also returns
+        norm(difference) / norm and max(|difference|) / max(|weight|) of the matrix."""
         old = self.scale
         new = (old / factor).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
-        # Both sides by multiplication: a quotient would call an exact fold inexact.
+        # Both sides are products: a quotient would make an exact fold look inexact.
         change = (new.double() * factor - old).abs()
         norm = (old.square() * self.squares).sum().sqrt()
         if norm == 0:
@@ -82,16 +83,16 @@ class _Half:
 
 
 def join_rows(gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("gate", "up")) -> Codes:
-    """The two as one matrix [gate; up] with one global scale.
+    """Joins the two to one matrix [gate; up] with one global scale.
 
-    Where the two differ, the ratio goes into block scales: exactly if e4m3 can hold every product, else
-    rounded to the nearest. The common scale is either half's own, or that times a power of two, where the
-    other half's block scales would leave e4m3's range otherwise; of these, the one that changes the two
-    matrices least. Blocks count by their values: one with next to nothing in it decides nothing, and may
-    vanish.
+    If the global scales differ, the ratio is multiplied into block scales: exactly if e4m3 can represent
+    every product, otherwise rounded to the nearest. The common scale is either half's own, or that times a
+    power of two if the other half's block scales would otherwise leave e4m3's range. Of these, the one that
+    changes the two matrices least is chosen. Blocks are weighted by their values: a block that is nearly zero
+    decides nothing, and may vanish.
 
-    Raises CheckpointError where that changes gate or up by more than LIMIT: in norm, or one weight by more
-    than LIMIT of the largest. names: of the two, for errors and reports.
+    Raises CheckpointError if this changes gate or up by more than LIMIT in norm, or one weight by more than
+    LIMIT of the largest. names: names of the two, for errors and reports.
     """
     packed = torch.cat([gate.packed, up.packed])
     a, b = gate.global_scale, up.global_scale
@@ -119,14 +120,15 @@ def join_rows(gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("g
 
 
 def _candidates(halves: tuple[_Half, _Half]) -> list[Tensor]:
-    """Global scales to try, the likeliest first: with the larger one block scales shrink, none overflows."""
+    """Returns global scales to try, the likeliest first: with the larger one, block scales shrink and none
+    overflows."""
     top = max(half.top() for half in halves)
     found = []
     for half in sorted(halves, key=lambda h: -h.factor.item()):
         factor = half.factor.float()
         found.append(factor)
         if top > 0:
-            # The power of two that puts the largest block scale just below e4m3's end.
+            # This power of two puts the largest block scale just below e4m3's end.
             steps = math.ceil(math.log2(top / (E4M3_MAX * half.factor.item())))
             shifted = torch.ldexp(factor, torch.tensor(steps, device=factor.device))
             if steps and shifted.isfinite() and shifted > 0:
@@ -135,7 +137,8 @@ def _candidates(halves: tuple[_Half, _Half]) -> list[Tensor]:
 
 
 def cat(*tensors: Tensor) -> Tensor:
-    """torch.cat, for dtypes that it does not know, or of two that float32 holds."""
+    """Concatenates like torch.cat, also dtypes that it does not support, and two dtypes that float32 can
+    hold."""
     if len({t.dtype for t in tensors}) > 1:
         return torch.cat([t.float() for t in tensors])
     return torch.cat([t.view(torch.uint8) for t in tensors]).view(tensors[0].dtype)

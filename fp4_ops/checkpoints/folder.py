@@ -1,8 +1,8 @@
-"""A checkpoint folder: which of its files hold the weights, and what they say they hold.
+"""Reads a checkpoint folder: which of its files hold the weights, and what their headers say.
 
-Which files count is transformers' rule, because it reads the rest of the model from the same folder. It takes
-the file that the config names, else the single file, else the shards that the index names. So a folder that
-was saved twice, once in one file and once in shards, is read from the single file alone.
+The choice of files follows transformers, because it reads the rest of the model from the same folder: the
+file that the config names, else the single file, else the shards that the index names. If a folder was saved
+twice, in one file and in shards, only the single file is read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SINGLE = "model.safetensors"
 
 
 class Folder:
-    """A checkpoint folder: its config, and what its files say they hold.
+    """A checkpoint folder: its config, and the contents of its files.
 
     Every header is read and checked here, so that a truncated shard or a missing file is found before
     anything is loaded or written.
 
-    files: those that transformers has chosen (`variant=`, `subfolder=`); None: those of its rule.
+    files: the files that transformers has chosen (`variant=`, `subfolder=`). None: by its rule.
     """
 
     def __init__(self, path: str | os.PathLike[str], files: Sequence[Path] | None = None) -> None:
@@ -49,7 +49,7 @@ class Folder:
         self.tensors: dict[str, TensorInfo] = {}
         for file in self.files:
             for name, info in read_header(file).items():
-                # Some files hold a second copy of what the index says another one holds.
+                # Some files hold a second copy of tensors that the index assigns to another file.
                 if of_tensor.get(name, file) != file:
                     continue
                 if name in self.tensors:
@@ -63,7 +63,7 @@ class Folder:
 
     @classmethod
     def of_files(cls, files: Sequence[str | os.PathLike[str]]) -> Folder:
-        """The folder of files that transformers has chosen: the nearest above them that has a config.json."""
+        """Finds the folder of files that transformers has chosen: the nearest parent with a config.json."""
         paths = [Path(file) for file in files]
         above = Path(os.path.commonpath([file.parent for file in paths]))
         path = next((p for p in (above, *above.parents) if (p / "config.json").exists()), above)
@@ -73,11 +73,11 @@ class Folder:
         return read_json(self.path / name)
 
     def name(self, file: Path) -> str:
-        """The name of a file within the folder, as the index has it."""
+        """Returns the name of a file within the folder, as the index has it."""
         return file.relative_to(self.path).as_posix()
 
     def of_file(self, file: Path) -> Iterator[TensorInfo]:
-        """The file's tensors in the order in which they lie there."""
+        """Yields the file's tensors in the order of their bytes."""
         return iter(sorted((t for t in self.tensors.values() if t.file == file), key=lambda t: t.offset))
 
 
@@ -100,7 +100,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _first_file(path: Path, config: dict[str, Any]) -> Path:
-    """The single file, or the index of the shards."""
+    """Returns the single file, or the index of the shards."""
     if named := config.get("transformers_weights"):
         if not isinstance(named, str) or not named.endswith((".safetensors", ".safetensors.index.json")):
             raise CheckpointError(
@@ -113,12 +113,12 @@ def _first_file(path: Path, config: dict[str, Any]) -> Path:
             return path / name
     for name in (SINGLE, INDEX):
         if (path / name).is_symlink():
-            return path / name  # a link to nothing, which reading it says
+            return path / name  # a broken link; reading it will raise
     raise CheckpointError(f"fp4: {path} has neither {SINGLE} nor {INDEX}: {why_no_weights(path)}")
 
 
 def weight_map(path: Path, index: Path) -> dict[str, Path]:
-    """The file that an index names for each tensor. Raises CheckpointError for an index that names none."""
+    """Returns the file that an index names for each tensor. Raises CheckpointError if it names none."""
     found = read_json(index).get("weight_map")
     if not isinstance(found, dict) or not found:
         what = "no weight_map" if found is None else f"a weight_map that is {_kind(found)}"
@@ -138,7 +138,8 @@ def _kind(value: object) -> str:
 
 
 def _inside(path: Path, name: str, where: Path) -> Path:
-    """A file of the folder by its name. Raises CheckpointError for a name that leads out of it."""
+    """Returns a file of the folder by its name. Raises CheckpointError for a name that leads out of the
+    folder."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise CheckpointError(f"fp4: {where} names {name}, which leads out of the folder {path}. {DAMAGED}")
     return path / name

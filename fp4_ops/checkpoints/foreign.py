@@ -1,6 +1,6 @@
-"""Folders that hold something else than what is read here: which tool wrote them, and what to do.
+"""Recognises folders that this package does not read: which tool wrote them, and what to do.
 
-A tool is recognised by its config, by the names of its files, or by those of its tensors.
+A tool is recognised by its config, by the names of its files, or by the names of its tensors.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Foreign:
     config_key: str = ""
     """A key that only its config has."""
     tensor: str = ""
-    """A pattern for the ends of names that only its tensors have."""
+    """A pattern for the ends of tensor names that only this tool uses."""
     file: str = ""
-    """A pattern for the names of its files, where it has no safetensors files of transformers' names."""
+    """A pattern for the names of its files, if it has no safetensors files with transformers' names."""
 
 
 FOREIGN = (
@@ -48,7 +48,8 @@ FOREIGN = (
 
 
 def of_config(config: dict[str, Any], stored: dict[str, Any] | None) -> Foreign | None:
-    """The kind of folder that a model's config and its quantization_config describe, of those not read."""
+    """Returns the unreadable kind of folder that a model's config and quantization_config describe, or
+    None."""
     method = str((stored or {}).get("quant_method", "")).lower()
     for kind in FOREIGN:
         if method and method in kind.methods:
@@ -60,7 +61,7 @@ def of_config(config: dict[str, Any], stored: dict[str, Any] | None) -> Foreign 
 
 
 def of_tensors(names: Iterable[str]) -> tuple[Foreign, str] | None:
-    """The kind of folder that has tensors of such names, and one of these."""
+    """Returns the kind of folder that has tensors with such names, and one of the names."""
     patterns = [(kind, re.compile(f"(?:{kind.tensor})$")) for kind in FOREIGN if kind.tensor]
     for name in names:
         for kind, pattern in patterns:
@@ -70,7 +71,7 @@ def of_tensors(names: Iterable[str]) -> tuple[Foreign, str] | None:
 
 
 def why_no_weights(path: Path) -> str:
-    """Says what a folder without transformers' safetensors files holds in their place, and what to do."""
+    """Says what a folder without transformers' safetensors files holds instead, and what to do."""
     files = sorted(f.name for f in path.iterdir() if f.is_file() or f.is_symlink())
     tensors = [name for name in files if name.endswith(".safetensors")]
     if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in tensors):

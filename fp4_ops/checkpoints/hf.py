@@ -1,4 +1,4 @@
-"""transformers: `from_pretrained` of 4-bit folders, and `save_pretrained` of prepared models."""
+"""Connects to transformers: `from_pretrained` of 4-bit folders, and `save_pretrained` of prepared models."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ METHOD = "fp4"
 
 
 class _Method(str):
-    """Our quant_method. transformers asks `!= "gguf"` to refuse GGUF files to quantizers other than its own;
-    ours reads them."""
+    """Our quant_method. transformers refuses GGUF files if a quantizer's method is `!= "gguf"`; ours reads
+    them, so it must compare as equal."""
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -69,8 +69,8 @@ class _Method(str):
 class FP4Config(QuantizationConfigMixin):
     """4-bit experts by fp4_ops, for `from_pretrained(..., quantization_config=FP4Config("nvfp4"))`.
 
-    A folder that is in 4 bits already keeps its formats; all but `format`, `attention`, `dense` and `head`
-    counts for it.
+    A folder that is in 4 bits already keeps its formats. For it, all options except `format`, `attention`,
+    `dense` and `head` apply.
 
     format: quantise a checkpoint that is not in 4 bits to this format when it is loaded.
     activation, attention, dense, head: as in `fp4_ops.prepare`.
@@ -98,7 +98,7 @@ class FP4Config(QuantizationConfigMixin):
     ) -> None:
         self.quant_method: Any = _Method(METHOD)
         register_quantizer()
-        # Of a folder in 4 bits, each weight's own format counts.
+        # In a folder in 4 bits, each weight keeps its own format.
         check_activation_choice(activation, None if stored else format)
         self.format, self.activation, self.stored, self.device = format, activation, stored, device
         self.requantize, self.trainable_inputs, self.ep_group = requantize, trainable_inputs, ep_group
@@ -127,9 +127,9 @@ class FP4Config(QuantizationConfigMixin):
 
 
 class FP4HfQuantizer(HfQuantizer):
-    """Experts and linear layers that a folder stores in 4 bits go into the model as they are.
+    """Puts experts and linear layers that a folder stores in 4 bits into the model as they are.
 
-    The rest is left to transformers.
+    transformers loads the rest.
     """
 
     requires_calibration = False
@@ -137,7 +137,7 @@ class FP4HfQuantizer(HfQuantizer):
 
     report: LoadReport | None = None
     _pack: Any = None
-    """A PackOnLoad, of a folder in 16 bits."""
+    """A PackOnLoad, if the folder is in 16 bits."""
     _files: list[str]
     _dialects: tuple[Dialect, ...]
     _placement: Placement
@@ -180,7 +180,7 @@ class FP4HfQuantizer(HfQuantizer):
         self._kinds = kinds_of(model, self._placement)
         announce(model, self._placement, self._kinds)
         detach_places(model, self._placement)
-        # Read by us, not by transformers: not unexpected.
+        # We read these tensors, so transformers must not report them as unexpected.
         model._keys_to_ignore_on_load_unexpected = (
             set(model._keys_to_ignore_on_load_unexpected or ()) | self._placement.patterns
         )
@@ -188,7 +188,7 @@ class FP4HfQuantizer(HfQuantizer):
     def _stored_weights(
         self, model: Any, checkpoint_files: list[str] | None
     ) -> tuple[dict[str, StoredWeight], Iterable[TensorInfo]]:
-        """The weights in 4 bits, and tensors among which experts' others are."""
+        """Returns the weights in 4 bits, and the tensors that may hold the experts' other weights."""
         config = self.quantization_config
         if config.gguf is not None:
             return gguf_experts(GGUF.open(Path(config.gguf)), config.requantize)
@@ -202,19 +202,20 @@ class FP4HfQuantizer(HfQuantizer):
         return four_bit_weights(folder, self._dialects), folder.tensors.values()
 
     def read_header(self, gguf_file: str) -> None:
-        """Takes the file that `from_pretrained(gguf_file=...)` names."""
+        """Reads the file that `from_pretrained(gguf_file=...)` names."""
         self.quantization_config = self.quantization_config.of_folder({"quant_method": "gguf"}, gguf_file)
         self.pre_quantized = True
         self.validate_environment()
 
     def update_dtype(self, dtype: Any) -> Any:
-        """A GGUF file does not say which dtype its model computes in: bfloat16, if nobody does."""
+        """Sets bfloat16 if nobody gives a dtype: a GGUF file does not say in which dtype its model
+        computes."""
         if dtype is None and self.quantization_config.gguf is not None:
             return torch.bfloat16
         return dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
-        """All of a GGUF file but the experts' matrices and biases."""
+        """Reads all of a GGUF file except the experts' matrices and biases."""
         return dense_of(GGUF.open(Path(checkpoint_file)), model.config, model.dtype)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -239,7 +240,7 @@ class FP4HfQuantizer(HfQuantizer):
         return model
 
     def _pack_experts(self, model: Any) -> None:
-        """The rest of what is done to a 16-bit folder: the experts that were not packed as they arrived."""
+        """Packs the experts of a 16-bit folder that were not packed as they arrived."""
         config = self.quantization_config
         if self._pack.error is not None:
             raise self._pack.error
@@ -261,7 +262,7 @@ class FP4HfQuantizer(HfQuantizer):
             attach(model, config.format, config.activation, config.trainable_inputs)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-        """Whether transformers gives the weight to `get_quantize_ops` as soon as it has read it."""
+        """Returns whether transformers passes the weight to `get_quantize_ops` as soon as it has read it."""
         return self.stored is None and self._pack is not None and self._pack.arriving.takes(param_name)
 
     def get_quantize_ops(self) -> Any:
@@ -269,7 +270,7 @@ class FP4HfQuantizer(HfQuantizer):
 
     @property
     def quantized_element_size(self) -> float | None:
-        """Bytes a weight, by which transformers plans the memory of devices."""
+        """Returns the bytes of a weight, with which transformers plans the memory of devices."""
         if self.stored is not None:
             return None
         fmt = FORMATS[self.quantization_config.format]
@@ -286,7 +287,7 @@ class FP4HfQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters may be trained: asked by transformers' Trainer."""
+        """Returns whether adapters may be trained, for transformers' Trainer."""
         return self.quantization_config.trainable_inputs
 
     @property
@@ -316,8 +317,8 @@ def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
 
 
 def _cast(model: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Gives parameters the dtype that was asked for: those that have another name in the files come in the
-    files' own dtype from transformers 5.17, and no product takes two."""
+    """Gives parameters the requested dtype. From transformers 5.17 on, parameters that have another name
+    in the files arrive in the files' own dtype, and no product takes two dtypes."""
     for name, p in model.named_parameters():
         dtype = dtypes.get(name, p.dtype)
         if p.dtype != dtype and {p.dtype, dtype} <= {*FLOATING_OR_DOUBLE}:
@@ -325,7 +326,7 @@ def _cast(model: Any, dtypes: dict[str, torch.dtype]) -> None:
 
 
 def _check_sizes(model: Any, ep_group: str | None) -> None:
-    """Raises ValueError where transformers divides a model in a way that 4-bit experts do not follow."""
+    """Raises ValueError if transformers divides a model in a way that 4-bit experts do not support."""
     config = getattr(model.config, "distributed_config", None)
     for name in ("pp_size", "tp_size", "ep_size"):
         size = getattr(config, name, None)
@@ -342,7 +343,7 @@ def _check_sizes(model: Any, ep_group: str | None) -> None:
 
 
 def _device_of(model: nn.Module) -> Any:
-    """A module's name to the device that transformers gave it."""
+    """Returns a function from a module's name to the device that transformers gave it."""
     devices: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
     kinds = {str(d) for d in devices.values()}
     if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
@@ -361,9 +362,9 @@ def _device_of(model: nn.Module) -> Any:
 
 
 class _Dispatch:
-    """Stands for a config class of transformers: folders that fp4_ops runs become FP4Config, others stay.
+    """Replaces a config class of transformers: folders that fp4_ops runs become FP4Config, others stay.
 
-    Folders with 4-bit floats that it cannot read are an error, not transformers' business.
+    A folder with 4-bit floats that fp4_ops cannot read is an error; it is not left to transformers.
     """
 
     def __init__(self, other: Any) -> None:
@@ -374,8 +375,8 @@ class _Dispatch:
             dialects = dialects_of(config)
             ours = _is_ours(dialects)
         except CheckpointError as error:
-            # transformers leaves the global scales of compressed-tensors' nvfp4 experts out: no way round.
-            # Nor does it know what a key means that we do not.
+            # transformers ignores the global scales of compressed-tensors' nvfp4 experts, so it is no
+            # fallback. It also does not understand keys that we do not understand.
             unknown = error.unknown_meaning and not is_eight_bits(config)
             if self.other is None or holds_fp4(config) or unknown:
                 raise
@@ -387,13 +388,14 @@ class _Dispatch:
 
 
 def _is_ours(dialects: tuple[Dialect, ...]) -> bool:
-    """Whether something is in 4 bits, and nothing in what no operator computes with."""
+    """Returns whether something is in 4 bits, and nothing is in a format that no operator supports."""
     kinds = [d.format in FORMATS for d in dialects if not d.is_dense]
     return bool(kinds) and all(kinds)
 
 
 def _merge() -> Any:
-    """`AutoHfQuantizer.merge_quantization_configs`, in which an FP4Config counts for folders in 4 bits."""
+    """Wraps `AutoHfQuantizer.merge_quantization_configs` so that an FP4Config applies to folders in 4
+    bits."""
     original: Any = auto.AutoHfQuantizer.__dict__["merge_quantization_configs"].__func__
 
     @functools.wraps(original)
@@ -408,7 +410,7 @@ def _merge() -> Any:
 
 
 def register_quantizer() -> None:
-    """Makes quant_method and ep_implementation "fp4" known to transformers; nothing else changes."""
+    """Registers quant_method and ep_implementation "fp4" in transformers. Nothing else changes."""
     expert_parallel.register()
     if not hasattr(auto.AutoHfQuantizer.merge_quantization_configs, "_fp4_original"):
         auto.AutoHfQuantizer.merge_quantization_configs = _merge()  # type: ignore[method-assign]
@@ -417,9 +419,10 @@ def register_quantizer() -> None:
 
 
 def _with_all_it_says() -> Any:
-    """`PretrainedConfig.get_config_dict`, whose quantization_config has all that a folder says of weights.
+    """Wraps `PretrainedConfig.get_config_dict`: its quantization_config then has everything that a folder
+    says about its weights.
 
-    ModelOpt's older exports say it in hf_quant_config.json alone. DeepSeek-V4's `expert_dtype` stands beside
+    ModelOpt's older exports say it only in hf_quant_config.json. DeepSeek-V4's `expert_dtype` is outside
     quantization_config, where transformers 5.17 does not look.
     """
     original: Any = PretrainedConfig.__dict__["get_config_dict"].__func__
@@ -449,7 +452,7 @@ def _with_all_it_says() -> Any:
 
 
 def _named(stored: dict[str, Any]) -> dict[str, Any]:
-    """With the quant_method that some exports of ModelOpt leave out."""
+    """Adds the quant_method that some exports of ModelOpt lack."""
     modelopt = not stored.get("quant_method") and (stored.get("quant_algo") or stored.get("quantization"))
     return {**stored, "quant_method": "modelopt"} if modelopt else stored
 
@@ -462,12 +465,12 @@ METHODS = (
 
 
 def register_with_transformers() -> None:
-    """From now on transformers' `from_pretrained` loads 4-bit folders with fp4_ops, in this process.
+    """Makes transformers' `from_pretrained` load 4-bit folders with fp4_ops, in this process from now on.
 
-    It loads the dialects in the table of docs/checkpoints.md that need no `requantize`, in place of
-    transformers' own loaders where there are any. Other folders of the same makers stay with transformers.
-    `from_pretrained` then raises CheckpointError for a folder that cannot be read; it names file and tensor.
-    A second call changes nothing.
+    fp4_ops then loads the dialects in the table of docs/checkpoints.md that need no `requantize`, in place of
+    transformers' own loaders if there are any. Other folders of the same tools stay with transformers.
+    `from_pretrained` raises CheckpointError, naming file and tensor, for a folder that cannot be read. A
+    second call changes nothing.
     """
     register_quantizer()
     if not hasattr(PretrainedConfig.get_config_dict, "_fp4_original"):
@@ -483,7 +486,7 @@ def register_with_transformers() -> None:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    """`register_with_transformers` for as long as this lasts."""
+    """Applies `register_with_transformers` inside the context only."""
     mappings: tuple[dict[str, Any], ...] = (
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING,
         auto.AUTO_QUANTIZER_MAPPING,

@@ -1,4 +1,4 @@
-"""Stored weights into a model, one expert at a time."""
+"""Loads stored weights into a model, one expert at a time."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class LoadReport:
     linears: list[str] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)
-    """Experts modules that stay in the plain layout, and why the device's own cannot hold them."""
+    """Experts modules that stay in the plain layout, and why the device's own layout cannot hold them."""
     dense: list[str] = field(default_factory=list)
-    """Parameters that were stored in 8 bits, and are ordinary ones now."""
+    """Parameters that were stored in 8 bits and are ordinary parameters now."""
     own_code: dict[str, str] = field(default_factory=dict)
-    """Experts modules that run by their own code, product by product, and why not by `fp4::moe`."""
+    """Experts modules that run their own code, product by product, and why `fp4::moe` cannot run them."""
     folds: Folds = field(default_factory=Folds)
     requantized: float = 0.0
-    """Largest relative error of a matrix (norm of the difference over the norm) that was quantised anew."""
+    """Largest relative error (norm of the difference over the norm) of a matrix that was quantised again."""
     nbytes: int = 0
     """Bytes of the 4-bit weights: codes and scales."""
 
@@ -73,7 +73,7 @@ class LoadReport:
 
 
 def _names(names: list[str]) -> str:
-    """A few names as they are; of many their patterns, with * for numbers."""
+    """Returns a few names as they are, or patterns of many, with * for numbers."""
     if len(names) <= 2:
         return " and ".join(names)
     patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
@@ -84,7 +84,7 @@ def _names(names: list[str]) -> str:
 def check_info(info: dict[str, Any], path: object) -> None:
     """Raises CheckpointError for weights that transformers would fill at random.
 
-    info: what `from_pretrained(..., output_loading_info=True)` says.
+    info: the second result of `from_pretrained(..., output_loading_info=True)`.
     """
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(key):
@@ -110,18 +110,18 @@ class Source:
         return stored.dialect.decode(stored, self.read)
 
     def dense(self, part: StoredWeight | TensorInfo, dtype: torch.dtype) -> Tensor:
-        """An ordinary tensor."""
+        """Returns the weight as an ordinary tensor."""
         if isinstance(part, StoredWeight):
             return part.dialect.dequantize(part, self.read, dtype)
         return self.read(part).to(dtype)
 
     def pair(self, gate: StoredWeight, up: StoredWeight) -> Codes:
-        """[gate; up] as one matrix."""
+        """Returns [gate; up] as one matrix."""
         return join_rows(self.one(gate), self.one(up), self.report.folds, (gate.name, up.name))
 
 
 class Requantized(Source):
-    """Weights that are quantised anew, gate and up as one. Those that have the format already stay."""
+    """Quantises weights again, gate and up as one. Weights that already have the format stay."""
 
     def scale_dtype(self, weights: Iterable[StoredWeight], format: str) -> torch.dtype:
         return FORMATS[format].scale_dtype
@@ -164,9 +164,9 @@ def load_stack(
     source: Source,
     cut: Callable[[Codes, str], Codes] | None = None,
 ) -> Stack:
-    """Each expert is read straight into its place. Experts that have no weights are zeros.
+    """Reads each expert directly into its place. Experts that have no weights are zeros.
 
-    `cut` takes what this process has, of shape `shape`, from codes in a format.
+    `cut` cuts this process's part, of shape `shape`, from codes in a format.
     """
     format = source.format(next(iter(parts.values())))
     fmt, (e, n, k) = FORMATS[format], shape
@@ -205,7 +205,7 @@ def load_stack(
 
 
 def load_dense(placed: DensePlacement, device: torch.device, source: Source) -> nn.Parameter:
-    """An ordinary parameter: what was dequantised, and what the family keeps in one, put together."""
+    """Makes an ordinary parameter from dequantised tensors, joined as the family stores them."""
     if (None, "") in placed.parts:
         return nn.Parameter(source.dense(placed.parts[None, ""], placed.dtype), requires_grad=False)
     whole = torch.empty(placed.shape, dtype=placed.dtype, device=device)
@@ -230,9 +230,9 @@ def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
 
 
 def detach_places(model: nn.Module, placement: Placement) -> None:
-    """Takes the Parameters away that are filled here, so that nothing else fills them.
+    """Removes the Parameters that are filled here, so that nothing else fills them.
 
-    A weight that is stored by itself is tied to no other one, whatever the config says: a head in 4 bits
+    A weight that is stored by itself is not tied to another one, whatever the config says: a head in 4 bits
     beside embeddings in bf16.
     """
     places = [f"{n}.{a}" for name, p in placement.experts.items() for n in (name, *p.also) for a in p.shapes]
@@ -256,7 +256,8 @@ def fill(
     device_of: Callable[[str], torch.device],
     progress: bool = True,
 ) -> LoadReport:
-    """Puts the stored weights where `detach_places` made room. device_of: a module's name to its device."""
+    """Puts the stored weights into the places that `detach_places` emptied. device_of: a module's name to
+    its device."""
     stored = [*_stored(placement)]
     formats = dict.fromkeys(requantize or w.dialect.format for w in stored if not w.dialect.is_dense)
     report = LoadReport(
@@ -326,7 +327,7 @@ def fill(
 def _cut(
     placed: ExpertsPlacement, up: bool, shape: tuple[int, int, int]
 ) -> tuple[Callable[[Codes, str], Codes], tuple[int, int, int]]:
-    """How to take this process's columns out of codes, and the shape of all of them."""
+    """Returns a function that cuts this process's columns from codes, and the shape of the whole weight."""
     part, inner = placed.part, placed.shapes[placed.form.down][2]
     assert part is not None
     e, n, k = shape
@@ -347,7 +348,7 @@ def _attach(
     device: torch.device,
     report: LoadReport,
 ) -> int:
-    """Gives the modules, which share them, weights for `fp4::moe`. Returns the bytes that they hold."""
+    """Gives the modules shared weights for `fp4::moe`. Returns the bytes of the weights."""
     assert placed.plan is not None
     weights = {
         attribute: PackedWeight(s.packed, s.block_scale, s.global_scale, s.format, "plain", part=placed.part)
@@ -368,7 +369,7 @@ def _attach(
 
 
 def _finish(module: Any, placed: ExpertsPlacement, activation: str, trainable_inputs: bool) -> None:
-    """Makes a module with packed weights run by `fp4::moe`."""
+    """Makes a module with packed weights call `fp4::moe`."""
     assert placed.plan is not None
     if placed.part is not None:
         if trainable_inputs:
@@ -394,7 +395,7 @@ def _finish(module: Any, placed: ExpertsPlacement, activation: str, trainable_in
 def _attach_tensors(
     modules: list[Any], placed: ExpertsPlacement, stacks: dict[str, Stack], dtype: torch.dtype
 ) -> int:
-    """Weights for the modules' own code, whose products over FP4Tensors are the operators'."""
+    """Gives the modules FP4Tensors for their own code. Its products then call the operators."""
     nbytes = 0
     for attribute, s in stacks.items():
         tensor = FP4Tensor(
@@ -411,8 +412,8 @@ def _attach_tensors(
 
 
 def _keep_own_code(model: nn.Module, placement: Placement) -> None:
-    """Modules without a plan run by their own loop over experts: transformers' other ways index the weights
-    in ways that FP4Tensor does not have."""
+    """Lets modules without a plan run their own loop over experts. transformers' other implementations
+    index weights in ways that FP4Tensor does not support."""
     for name, placed in placement.experts.items():
         module: Any = model.get_submodule(name)
         if placed.plan is None and hasattr(module, "config"):

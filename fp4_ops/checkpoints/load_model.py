@@ -1,4 +1,5 @@
-"""`load_checkpoint`: a model from a 4-bit folder or a GGUF file, built by transformers, checked before."""
+"""Defines `load_checkpoint`, which builds a model from a 4-bit folder or a GGUF file and checks the files
+first."""
 
 from __future__ import annotations
 
@@ -53,9 +54,9 @@ def load_checkpoint(
         experts, or its part of each. ep_group: as in `fp4_ops.prepare`; the rest of the model is whole. See
         docs/several_gpus.md.
 
-    Every file is checked first: a truncated one, a missing scale, a wrong shape or an unknown dialect is a
-    CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a time,
-    straight to `device`. What was loaded stands in `model.hf_quantizer.report`.
+    Every file is checked first. A truncated file, a missing scale, a wrong shape or an unknown dialect raises
+    a CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a
+    time, directly to `device`. `model.hf_quantizer.report` says what was loaded.
     """
     if (file := find_gguf(Path(path))) is not None:
         return _load_gguf(
@@ -97,10 +98,10 @@ def _load_gguf(
     distributed_config: Any,
     **how: Any,
 ) -> PreTrainedModel:
-    """The model of a GGUF file. A config.json beside it counts before the file's metadata."""
+    """Builds the model of a GGUF file. A config.json beside it takes precedence over the file's metadata."""
     check_target(how["requantize"])
     file = GGUF.open(path)
-    experts_of(file, how["requantize"])  # what cannot be read is said before anything is built
+    experts_of(file, how["requantize"])  # raises before anything is built if a type cannot be read
 
     def own_config() -> PretrainedConfig:
         if not (path.parent / "config.json").is_file():
@@ -124,7 +125,8 @@ def _load_gguf(
 def _class_and_config(
     given: PreTrainedModel | PretrainedConfig | None, own: Callable[[], PretrainedConfig]
 ) -> tuple[Any, PretrainedConfig]:
-    """The class to build and its config, of what the caller gave; None: of the checkpoint's own config."""
+    """Returns the class to build and its config, from the caller's argument. None means the checkpoint's
+    own config."""
     if isinstance(given, PreTrainedModel):
         return type(given), copy.deepcopy(given.config)
     config = copy.deepcopy(given) if given else own()

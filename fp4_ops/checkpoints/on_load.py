@@ -1,4 +1,4 @@
-"""16-bit folders that become 4-bit as transformers reads them, one expert weight at a time."""
+"""Packs the experts of 16-bit folders to 4 bits while transformers reads them, one weight at a time."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from .folder import Folder
 
 
 class PackOnLoad(ConversionOps):
-    """Conversion that transformers calls with each weight for `ArrivingExperts`, once it is put together."""
+    """A conversion that transformers calls with each complete weight, for `ArrivingExperts`."""
 
     def __init__(self, arriving: ArrivingExperts) -> None:
         self.arriving = arriving
         self.error: Exception | None = None
-        """The first one. transformers would log it, and raise another that names nothing."""
+        """The first error. transformers would log it and raise another one that names nothing."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
-        """Nothing is left for transformers to put into the model."""
+        """Packs a weight. Returns nothing for transformers to put into the model."""
         for name in list(input_dict):
             value = input_dict.pop(name)
             weight: Tensor = value[0] if isinstance(value, list) else value
@@ -40,9 +40,9 @@ class PackOnLoad(ConversionOps):
 
 
 def check_read(model: nn.Module, files: Iterable[str]) -> None:
-    """Raises CheckpointError for experts that no tensor of the files fills, and which are drawn at random.
+    """Raises CheckpointError for experts that no tensor of the files fills, which would be random.
 
-    A parameter that it has filled carries its mark.
+    transformers marks the parameters that it has filled.
     """
     owners = {n: m for n, m in model.named_modules() if is_experts(m) or form_of(m)}
     lists = {f"{n}.{i}": m for n, experts in find_lists(model)[0].items() for i, m in enumerate(experts)}
@@ -62,7 +62,7 @@ def check_read(model: nn.Module, files: Iterable[str]) -> None:
 
 
 def _prefix(parameter: str, files: Iterable[str]) -> str:
-    """Names of the layer's experts in the files, and how to load them by these names."""
+    """Says how the files name the layer's experts, and how to load them by these names."""
     owner = parameter.rpartition(".")[0]
     files = [file for file in files if file.endswith(".safetensors")]
     keys = [name for name in Folder.of_files(files).tensors if "expert" in name] if files else []
@@ -86,6 +86,6 @@ def _prefix(parameter: str, files: Iterable[str]) -> str:
 
 
 def shared_names(model: Any) -> set[str]:
-    """The names of parameters that transformers ties to each other."""
+    """Returns the names of parameters that transformers ties to each other."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {*tied, *tied.values()} if isinstance(tied, dict) else set()

@@ -1,4 +1,4 @@
-"""Linear layers outside the experts in a folder that is quantised: which of its tensors they are."""
+"""Finds the tensors of linear layers outside the experts in a folder that is being quantised."""
 
 from __future__ import annotations
 

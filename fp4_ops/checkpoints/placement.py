@@ -1,11 +1,11 @@
-"""Which stored weight goes where in a model: transformers' own conversion rules, asked by name.
+"""Finds the place of each stored weight in a model, by transformers' own conversion rules.
 
-transformers keeps, for each family, the rules that turn a checkpoint's tensors into its parameters
-(`mlp.experts.*.gate_proj.weight` and `mlp.experts.*.up_proj.weight` -> `mlp.experts.gate_up_proj`). They are
-written for whole weights; here they are asked with the name that a whole weight would have.
+For each family, transformers has rules that turn a checkpoint's tensors into its parameters
+(`mlp.experts.*.gate_proj.weight` and `mlp.experts.*.up_proj.weight` -> `mlp.experts.gate_up_proj`). The rules
+are written for whole weights, so they are asked with the name that a whole weight would have.
 
-Tools that quantise take apart what a family stacks: its experts then have numbers that its rules do not know.
-Those are placed by their matrix's name.
+Tools that quantise split weights that a family stacks. The experts then have numbers that the family's rules
+do not know. Such experts are placed by the names of their matrices.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from .shared import shared_experts
 _EXPERT = re.compile(r"experts\.(\d+)\.")
 _NUMBERED = re.compile(r"^(.*?)(\.?experts)\.(\d+)\.(\w+?)(\.weight|\.bias|_bias|)$")
 _MERGES = {"MergeModulelist", "Concatenate", "Transpose"}
-"""transformers' operations that only put the experts' matrices side by side."""
+"""transformers' operations that only place the experts' matrices side by side."""
 
 
 _UNUSED = {r"\.[qkv]_scale$", r"\.(input|output)(_global)?_scale$"}
-"""Scales of activations and of a kv cache, which no model of transformers has a place for."""
+"""Scales of activations and of a kv cache, for which no model of transformers has a place."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where a weight belongs: a parameter, and which part of it."""
+    """The place of a weight: a parameter, and a part of it."""
 
     parameter: str
     expert: int | None = None
-    """None: the whole parameter."""
+    """The expert. None means the whole parameter."""
     half: str = ""
     """"gate" or "up" where two weights are joined along N."""
     own: bool = field(default=False, compare=False)
-    """transformers' rules do not know the name: it would leave the weight in the file."""
+    """True if transformers' rules do not know the name: it would leave the weight in the file."""
 
 
 Part = tuple[int | None, str]
@@ -59,7 +59,7 @@ class ExpertsPlacement:
 
     name: str
     plan: Plan | None
-    """How `fp4::moe` runs it; None: it runs by its own code over `FP4Tensor`s."""
+    """How `fp4::moe` runs it. None: it runs its own code over `FP4Tensor`s."""
     reason: str
     """Why there is no plan."""
     form: Form
@@ -70,14 +70,14 @@ class ExpertsPlacement:
     parts: dict[tuple[str, int | None, str], StoredWeight] = field(default_factory=dict)
     """By attribute, expert and half."""
     part: Distributed | None = None
-    """This process's part of the experts, if that is not all (ranks.py)."""
+    """This process's part of the experts, if it does not have all (ranks.py)."""
     also: list[str] = field(default_factory=list)
     """Other modules that hold the same weights."""
 
 
 @dataclass
 class DensePlacement:
-    """A parameter that stays an ordinary one, and what transformers cannot fill it from."""
+    """An ordinary parameter that transformers cannot fill, and the stored tensors that fill it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -88,20 +88,20 @@ class DensePlacement:
 
 @dataclass
 class Placement:
-    """Where everything goes that transformers does not load."""
+    """The places of everything that transformers does not load."""
 
     experts: dict[str, ExpertsPlacement]
     linears: dict[str, StoredWeight]
     dense: dict[str, DensePlacement]
     """By parameter."""
     left: dict[str, str]
-    """Modules that 4-bit weights do not fill, and why."""
+    """Modules that are not filled with 4-bit weights, and why."""
     patterns: set[str]
-    """Regular expressions for the names of the tensors that are read here: the files' and transformers'."""
+    """Regular expressions for the tensors that are read here, by the files' and by transformers' names."""
 
 
 class Rules:
-    """From a weight's name to its target: transformers' conversion rules for a model, and ours."""
+    """Maps a weight's name to its target, by transformers' conversion rules for a model and by our own."""
 
     def __init__(self, model: nn.Module) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -112,19 +112,19 @@ class Rules:
         self._converters = [t for t in mapping if isinstance(t, WeightConverter)]
         self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
         self._state: dict[str, Any] = model.state_dict()
-        # A prepared model has no tensors of these names.
+        # A prepared model has no tensors with these names.
         self._state |= {name: m for name, m in model.named_modules() if isinstance(m, PackedWeight)}
         self._prefix = getattr(model, "base_model_prefix", None)
         self._numbered = _Numbered(model)
 
     def renamed(self, name: str) -> tuple[str, str | None]:
-        """transformers' name for a tensor of the files, and the pattern of the conversion it goes through."""
+        """Returns transformers' name for a tensor of the files, and the pattern of its conversion."""
         from transformers.core_model_loading import rename_source_key
 
         return rename_source_key(name, self._renamings, self._converters, self._prefix, self._state)
 
     def transposes(self, name: str) -> list[tuple[int, int]]:
-        """The dimensions that change places between the files and the model, in order."""
+        """Returns the dimensions that are swapped between the files and the model, in order."""
         _, pattern = self.renamed(name)
         operations: list[Any] = [] if pattern is None else list(self._by_pattern[pattern].operations)
         return [(o.dim0, o.dim1) for o in operations if type(o).__name__ == "Transpose"]
@@ -136,7 +136,7 @@ class Rules:
         converter, number = self._by_pattern[pattern], _EXPERT.search(name)
         operations = {type(o).__name__ for o in converter.operations}
         if number is None and operations <= {"Transpose"} and len(converter.source_patterns) == 1:
-            return Target(renamed)  # a stack, whose shape tells which way it lies
+            return Target(renamed)  # a stack; its shape tells its orientation
         if not operations <= _MERGES or len(converter.source_patterns) > 2 or number is None:
             raise CheckpointError(
                 f"fp4: {name} goes through {sorted(operations)}, which quantised weights cannot. Leave that "
@@ -148,13 +148,13 @@ class Rules:
 
 
 def rules(model: nn.Module) -> Rules:
-    """A model's `Rules`."""
+    """Returns a model's `Rules`."""
     return Rules(model)
 
 
 def is_left_out(model: nn.Module, name: str) -> bool:
-    """Whether the family's checkpoints have such tensors and its model does not: layers that predict further
-    tokens, mostly."""
+    """Returns whether the family's checkpoints have such tensors but its model does not: mostly layers
+    that predict further tokens."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 
@@ -163,12 +163,12 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
 def pattern_of(name: str) -> str:
-    """A regular expression for the names that differ from this one in numbers only."""
+    """Returns a regular expression for names that differ from this one only in numbers."""
     return re.sub(r"(?<=\\.)\d+(?=\\.|$)", r"\\d+", re.escape(name)) + "$"
 
 
 class _Numbered:
-    """Experts that have numbers in the files, where the family's rules know them only stacked."""
+    """Places experts that have numbers in the files, although the family's rules know them only stacked."""
 
     def __init__(self, model: nn.Module) -> None:
         self.forms = {name: form for name, m in model.named_modules() if (form := form_of(m))}
@@ -190,7 +190,8 @@ class _Numbered:
         return Target(f"{owner}.{attribute}{bias}", int(match[3]), half, own=True)
 
     def _owner(self, start: str, experts: str) -> str | None:
-        """The experts module: of that name, or the only one of the block or the layer that the name is in."""
+        """Returns the experts module with that name, or the only one in the block or the layer of the
+        name."""
         key = start + experts
         if key not in self._owners:
             candidates = [key]
@@ -255,7 +256,7 @@ class _Placer:
         return result
 
     def _is_copy(self, stored: StoredWeight) -> bool:
-        """Whether a weight is stored for a module that holds another one's weights."""
+        """Returns whether a weight is stored for a module that shares another module's weights."""
         if not self.shared:
             return False
         to = self.target(stored.dialect.module_name(stored.name))
@@ -292,8 +293,8 @@ class _Placer:
             )
 
     def _no_codes(self, info: TensorInfo) -> None:
-        """Raises CheckpointError for codes whose meaning the config does not tell: transformers would take
-        them for the weight's values."""
+        """Raises CheckpointError for codes that the config does not explain. transformers would treat them
+        as the weight's values."""
         to = self.target(info.name)
         owner, _, attribute = to.parameter.rpartition(".")
         module = self.modules.get(owner)
@@ -308,7 +309,7 @@ class _Placer:
             )
 
     def _ordinary(self, info: TensorInfo) -> None:
-        """A bias or a weight of one expert that is not quantised, in a family that stacks them."""
+        """Places an unquantised bias or weight of one expert, in a family that stacks them."""
         to = self.target(info.name)
         owner, _, attribute = to.parameter.rpartition(".")
         module = self.modules.get(owner)
@@ -425,7 +426,7 @@ def _check_whole(name: str, dense: DensePlacement) -> None:
 
 
 def _missing(have: set[Part], experts: int) -> Part | None:
-    """The first part that is not there."""
+    """Returns the first part that is missing."""
     if have == {(None, "")}:
         return None
     halves = HALVES if any(half for _, half in have) else ("",)

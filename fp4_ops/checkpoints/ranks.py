@@ -1,8 +1,8 @@
-"""4-bit folders over several processes: which experts, or columns of them, this one reads.
+"""Divides 4-bit folders over several processes: which experts, or columns of them, this process reads.
 
-transformers shards the parameters that it fills itself, by the model's plans. The 4-bit weights are read
-here, so
-here the same plans say what a process gets; transformers' hooks around the experts then add up the results.
+transformers shards the parameters that it fills itself by the model's plans. 4-bit weights are read here, so
+the same plans decide here what a process gets. transformers' hooks around the experts then add up the
+results.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ADVICE = "Load the folder without tp_size, or with a tp_plan that leaves it out"
 
 
 def kinds_of(model: Any, placement: Placement) -> dict[str, str]:
-    """How transformers will divide each experts module of the placement: "spread" or "split"; those that
-    stay whole are left out. Raises ValueError for what it would divide in another way."""
+    """Returns how transformers will divide each experts module of the placement: "spread" or "split".
+    Modules that stay whole are left out. Raises ValueError for any other division."""
     config: Any = getattr(model.config, "distributed_config", None)
     # transformers 5.17 has no ep_size, and None for a size that is not given.
     if all((getattr(config, name, None) or 1) == 1 for name in ("tp_size", "ep_size")):
@@ -100,7 +100,8 @@ def _check(name: str, placed: ExpertsPlacement, module: nn.Module, kind: str, co
 
 
 def announce(model: Any, placement: Placement, kinds: dict[str, str]) -> None:
-    """Before transformers puts its hooks around the experts, which ask how many of them a process has."""
+    """Sets the number of experts of this process on each module. transformers' hooks around the experts
+    ask for it."""
     for name, kind in kinds.items():
         if kind == "spread":
             size = model.config.distributed_config.ep_size
@@ -108,7 +109,7 @@ def announce(model: Any, placement: Placement, kinds: dict[str, str]) -> None:
 
 
 def divide(model: Any, placement: Placement, kinds: dict[str, str], ep_group: str | None) -> None:
-    """Leaves in the placement what this process reads."""
+    """Reduces the placement to what this process reads."""
     for name, placed in placement.experts.items():
         if ep_group is not None:
             group = Group.named("fp4_ops.load_checkpoint", ep_group)

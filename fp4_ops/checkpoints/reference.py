@@ -1,4 +1,4 @@
-"""Models with ordinary weights, whatever their folder holds: what `eval` and `report` measure against."""
+"""Loads models with ordinary weights, whatever their folder holds. `eval` and `report` compare with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .load_model import load_checkpoint
 def load_reference(
     model: str | os.PathLike[str], device: str | torch.device, dtype: torch.dtype
 ) -> tuple[Any, dict[str, Stored]]:
-    """A model whose weights are all ordinary ones, and by module what of its experts was in 4 bits.
+    """Loads a model with ordinary weights only. Also returns, by module, which experts were in 4 bits.
 
     model: a folder or a name for `from_pretrained`. Weights in 4 bits become the values that they stand for,
         in `dtype`.
@@ -39,7 +39,8 @@ def load_reference(
 
 @torch.no_grad()
 def dequantize(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
-    """Weights in 4 bits become ordinary parameters, in place. Returns what experts were, by module."""
+    """Turns weights in 4 bits into ordinary parameters, in place. Returns, by module, what experts were
+    before."""
     stored: dict[str, Stored] = {}
     modules: dict[str, Any] = dict(model.named_modules())
     for name, module in modules.items():

@@ -16,7 +16,7 @@ PROGRESS = ".fp4_quantize.json"
 
 
 class Progress:
-    """Which files of the result are whole, and of what source and options."""
+    """The files of the result that are complete, and their source and options."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Progress:
             try:
                 read_header(self.to / name)
             except CheckpointError as error:
-                if "calibration" in self.job:  # their layers' codes are gone
+                if "calibration" in self.job:  # the codes of their layers no longer exist
                     raise CheckpointError(
                         f"{error}\nfp4: an earlier run wrote it, and its calibrated codes are not kept: "
                         f"remove {self.to} and begin anew"

@@ -1,4 +1,4 @@
-"""A prepared model as the tensors of a 4-bit folder that others read too."""
+"""Turns a prepared model into the tensors of a 4-bit folder that other tools can read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .shared import shared_by_class
 
 
 def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors by name, quantization_config). Names are transformers' own: `save_pretrained` turns them back
-    into those of the family's checkpoints."""
+    """Returns (tensors by name, quantization_config). The names are transformers' own; `save_pretrained`
+    turns them into those of the family's checkpoints."""
     for name, module in model.named_modules():
         part = getattr(getattr(module, "_fp4_recipe", None), "part", None)
         if part is not None:
@@ -102,10 +102,11 @@ def _experts(
 
 
 def stored_names(model: nn.Module) -> Callable[[str, int], list[str]]:
-    """An experts weight and an expert's number to the names of its stored matrices: one, or gate and up.
+    """Returns a function from an experts weight and an expert's number to the names of its stored matrices:
+    one, or gate and up.
 
-    Read backwards off transformers' rules, and checked forwards; a weight that the family's checkpoints stack
-    gets the expert's number between the two.
+    The names come from transformers' rules in reverse, and are checked forwards. If the family's checkpoints
+    stack a weight, its name gets the expert's number.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter

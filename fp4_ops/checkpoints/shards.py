@@ -1,4 +1,4 @@
-"""Indexes that transformers cannot read, and what it is told in their place."""
+"""Handles indexes that transformers cannot read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Found = tuple[list[str], dict[str, Any]]
 def read_any_index() -> None:
     """Makes transformers read indexes of local folders without "metadata", which others read too.
 
-    An index that names no files is a CheckpointError then. A second call changes nothing.
+    An index that names no files then raises a CheckpointError. A second call changes nothing.
     """
     original: Callable[..., _Found] = modeling_utils.get_checkpoint_shard_files
     if hasattr(original, "_fp4_original"):
@@ -43,7 +43,7 @@ def read_any_index() -> None:
 
 @contextmanager
 def any_index() -> Iterator[None]:
-    """`read_any_index` for as long as this lasts."""
+    """Applies `read_any_index` inside the context only."""
     before = modeling_utils.get_checkpoint_shard_files
     read_any_index()
     try:

@@ -1,4 +1,4 @@
-"""Experts modules that are one module under two names, or hold the same weights."""
+"""Finds experts modules that are one module under two names, or that hold the same weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..find_experts import form_of
 def shared_experts(model: nn.Module) -> dict[str, str]:
     """Maps the name of an experts module to the first one with the same weights. Others are left out.
 
-    Weights are the same where they are one object, or where transformers ties them by their names.
+    Weights are the same if they are one object, or if transformers ties them by their names.
     """
     tied = getattr(model, "all_tied_weights_keys", None)
     of_name = {name: source for name, source in tied.items()} if isinstance(tied, dict) else {}
@@ -36,7 +36,7 @@ def shared_experts(model: nn.Module) -> dict[str, str]:
 
 
 def _weights(module: nn.Module) -> tuple[str, ...]:
-    """The attributes of an experts module's two weights, packed or not."""
+    """Returns the attributes of an experts module's two weights, packed or not."""
     packed = tuple(name for name, child in module._modules.items() if isinstance(child, PackedWeight))
     if packed or (form := form_of(module)) is None:
         return packed
@@ -44,11 +44,12 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
 
 
 def shared_by_class(model: Any) -> dict[str, str]:
-    """The same of a new model of this class and config: what a reader of a saved folder builds."""
+    """Does the same for a new model of this class and config, which a reader of a saved folder would
+    build."""
     if not shared_experts(model):
         return {}
     try:
         with torch.device("meta"):
             return shared_experts(type(model)(copy.deepcopy(model.config)))
-    except Exception:  # a class that needs more than its config
+    except Exception:  # the class needs more than its config
         return {}

@@ -15,11 +15,12 @@ MATRIX = re.compile(r"^(.*experts\.\d+\.)(gate_proj|up_proj|down_proj|w1|w2|w3)\
 PARTNER = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _STACK = re.compile(r"^(.*experts)\.(gate_up_proj|up_proj|down_proj)$")
 _LINEAR = re.compile(r"^(.*block_sparse_moe)\.(input|output)_linear\.weight$")
-"""Granite's names for the two."""
+"""Granite's names for the two matrices."""
 
 
 def stack_of(info: TensorInfo) -> tuple[str, str] | None:
-    """The experts that a tensor is the stacked weights of, and which: gate_up_proj, up_proj or down_proj."""
+    """Returns the experts whose stacked weights a tensor is, and which of gate_up_proj, up_proj or
+    down_proj."""
     if len(info.shape) != 3:
         return None
     if match := _STACK.match(info.name):
@@ -64,7 +65,7 @@ def storage(folder: Folder) -> dict[str, Any] | None:
 
 
 def four_bit_weights(folder: Folder, dialects: Iterable[Dialect]) -> dict[str, StoredWeight]:
-    """The weights of a folder in its dialects. Raises CheckpointError where none of them is in 4 bits."""
+    """Returns the weights of a folder in its dialects. Raises CheckpointError if none is in 4 bits."""
     dialects = tuple(dialects)
     weights = stored_weights(folder.tensors, dialects)
     if all(w.dialect.is_dense for w in weights.values()):
@@ -83,9 +84,9 @@ def four_bit_weights(folder: Folder, dialects: Iterable[Dialect]) -> dict[str, S
 
 
 def eight_bits(folder: Folder) -> dict[str, StoredWeight]:
-    """The weights of a folder in 8 bits, by the name of the tensor of their codes.
+    """Returns the weights of a folder in 8 bits, by the tensor of their codes.
 
-    Raises CheckpointError for a folder that holds anything in 4 bits, or in what is not known.
+    Raises CheckpointError for a folder that holds anything in 4 bits, or in an unknown form.
     """
     stored = storage(folder)
     if stored is None:
