@@ -30,11 +30,11 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     tensor: the values, on any device, with the shape that the weight has under that name. For weights in 4
         bits float32, bfloat16 or float16, and finite.
 
-    The weight keeps its memory, so compiled graphs and CUDA graphs see the new values. The method is that of
-    `prepare`, except that one that needs calibration becomes "search" ("fp8_exact" where its scales are).
-    Once all parts of an expert have arrived, its 4 bits are those that `prepare` would give the new model.
-    nvfp4 has one global scale for gate and up: if one of the two arrives alone, a copy of it is kept until
-    the other arrives.
+    The weight keeps its memory, so compiled graphs and CUDA graphs see the new values. The quantisation
+    method is that of `prepare`. If that method needs calibration, "search" is used instead ("fp8_exact" where
+    the scales are of that kind). Once all parts of an expert have arrived, its 4 bits are those that
+    `prepare` would give the new model. nvfp4 has one global scale for gate and up: if one of the two arrives
+    alone, a copy of it is kept until the other arrives.
 
     Raises ValueError, naming the weight, if the model has none of that name, or the values do not fit it. The
     weight then keeps its old values.

@@ -1,7 +1,8 @@
-"""`one_hot(ids, n)` where only the data knows n: `one_hot(ids, max(ids.max() + 1, c))[..., :c]`, captured.
+"""Lets Dynamo capture `one_hot(ids, n)` with a data-dependent n, as `one_hot(ids, max(ids.max() + 1, c))[...,
+:c]`.
 
-A tensor as the number of classes is a number that Python asks the data for, where Dynamo breaks its graph.
-As a size that only the data knows it can stay in the graph: c, and as many more as there are.
+If the number of classes is a tensor, Python reads its value, and Dynamo breaks the graph there. A
+data-dependent size can stay in the graph: c, plus a data-dependent number of further classes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def at_least(method: Method) -> Method:
-    """`max(n, c)` of a tensor and a size: for Dynamo a comparison, whose answer only the data knows."""
+    """Wrap `max(n, c)` of a tensor and a size, which is a data-dependent comparison for Dynamo."""
 
     def call_max(self: Variable, tx: Tracer, *args: Variable, **kwargs: object) -> Variable:
         if len(args) == 2 and not kwargs:

@@ -1,6 +1,7 @@
-"""Makes inputs of parameters that a graph holds as attributes, as it does under Inductor's `freezing`.
+"""Turns parameters that a graph holds as attributes into inputs. Under Inductor's `freezing` a graph holds
+them so.
 
-As inputs they are packed, and packed again when they change. A rewritten graph is then not frozen. A graph in
+An input can be packed, and packed again when it changes. A rewritten graph is then not frozen. A graph in
 which nothing is rewritten goes to Inductor as it was.
 """
 

@@ -22,8 +22,8 @@ template <Scale scale>
 inline __m512 load_scales(const uint8_t* p) {
   [[maybe_unused]] const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   if constexpr (scale == Scale::e4m3) {
-    // The bits of e4m3 are those of a float16 with an exponent bias that is 8 larger, and so of value * 2^-8.
-    // The sign must move up by one bit.
+    // Shifted by 7, the bits of an e4m3 number are those of a float16 number, which is 2^-8 times as large
+    // because its exponent bias is 8 larger. The shift leaves the sign in two bits; the lower one is cleared.
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
     const __m256 sign_copy = _mm256_castsi256_ps(_mm256_set1_epi16(int16_t(0xbfff)));
     return _mm512_cvtph_ps(_mm256_castps_si256(_mm256_and_ps(_mm256_castsi256_ps(wide), sign_copy)));

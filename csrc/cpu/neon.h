@@ -37,8 +37,8 @@ inline constexpr std::array<int8_t, 16> kSignedBytes = [] {
 template <Scale scale>
 inline constexpr float kScaleUnit = scale == Scale::e4m3 ? 256.f : 1.f;
 
-// The bits of e4m3 are those of a float16 with an exponent bias that is 8 larger, and so of value * 2^-8. The
-// sign must move up by one bit.
+// Shifted by 7, the bits of an e4m3 number are those of a float16 number, which is 2^-8 times as large
+// because its exponent bias is 8 larger. The shift leaves the sign in two bits; the lower one is cleared.
 inline uint16x8_t e4m3_as_half(uint8x8_t bytes) {
   const int16x8_t wide = vshll_n_s8(vreinterpret_s8_u8(bytes), 7);
   return vandq_u16(vreinterpretq_u16_s16(wide), vdupq_n_u16(0xbfff));

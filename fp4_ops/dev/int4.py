@@ -14,7 +14,8 @@ from .product import Routing
 
 
 class Int4Weight(NamedTuple):
-    """A weight in layout sm90_int4: [groups, n, kp], value = code * scale of its `group` of k * factor."""
+    """A weight in layout sm90_int4, [groups, n, kp]. Its values are code * scale * factor, with one scale
+    for `group` k."""
 
     codes: Tensor
     scales: Tensor

@@ -40,7 +40,8 @@ def permute_rows(
 
 @triton.jit
 def write_tiles(tiles_ptr, starts, ends, experts, m, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
-    """The tile map of groups [starts, ends); TAIL adds the rows from the last end to m as expert -1."""
+    """Writes the tile map of groups [starts, ends). TAIL adds the rows from the last end to m as expert
+    -1."""
     count = (ends - starts + BLOCK_M - 1) // BLOCK_M
     first = tl.cumsum(count, 0) - count
     total = tl.sum(count, 0)
@@ -66,7 +67,7 @@ def write_tiles(tiles_ptr, starts, ends, experts, m, BLOCK_M: tl.constexpr, TAIL
 
 @triton.jit
 def _ends_of_offs(offs_ptr, m, G, GP: tl.constexpr):
-    """Cumulative ends, made monotone and clamped to [0, m]; groups past G are empty."""
+    """Loads cumulative ends, makes them monotone and clamps them to [0, m]. Groups past G are empty."""
     g = tl.arange(0, GP)
     ends = tl.load(offs_ptr + g, mask=g < G, other=0)
     return tl.associative_scan(tl.minimum(tl.maximum(ends, 0), m), 0, _maximum)
@@ -99,7 +100,7 @@ def prepare_offs(
 
 @triton.jit
 def _ends_of_offs_shifted(offs_ptr, m, G, GP: tl.constexpr):
-    """The clamped end of the group before each."""
+    """Returns, for each group, the clamped end of the group before it."""
     g = tl.arange(0, GP)
     ends = tl.load(offs_ptr + g - 1, mask=(g > 0) & (g <= G), other=0)
     return tl.associative_scan(tl.minimum(tl.maximum(ends, 0), m), 0, _maximum)
@@ -107,7 +108,7 @@ def _ends_of_offs_shifted(offs_ptr, m, G, GP: tl.constexpr):
 
 @triton.jit
 def _load_ids(ids_ptr, r, m, G: tl.constexpr):
-    """Expert ids of rows r; ids outside [0, G) become G, rows past m become G + 1."""
+    """Loads the expert ids of rows r. Ids outside [0, G) become G, rows past m become G + 1."""
     e = tl.load(ids_ptr + r, mask=r < m, other=0)
     e = tl.where((e >= 0) & (e < G), e, G).to(tl.int32)
     return tl.where(r < m, e, G + 1)
@@ -120,10 +121,11 @@ def prepare_ids(
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, SCAN: tl.constexpr, SORT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 counts and writes the tile map; the next sort the m rows by expert; the rest permute x.
+    """Sorts rows by id: program 0 counts and writes the tile map, the next programs sort the m rows, the rest
+    permute x.
 
-    A row's place is the number of rows with a smaller (id, row): m^2 comparisons, spread over the programs,
-    are cheaper than a second launch up to several thousand rows.
+    A row's place is the number of rows with a smaller (id, row). The m^2 comparisons are spread over the
+    programs, and are cheaper than a second launch up to several thousand rows.
     """
     pid = tl.program_id(0)
     if pid == 0:
@@ -156,7 +158,7 @@ def count_ids(
     K: tl.constexpr, KP: tl.constexpr, CHUNK: tl.constexpr, TERMS: tl.constexpr, BLOCK_R: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Many rows, first launch: how often each id occurs in each SCAN rows; other programs permute x."""
+    """Many rows, first launch: counts each id in each SCAN rows. Other programs permute x."""
     pid = tl.program_id(0)
     if pid < count_programs:
         count = tl.histogram(_load_ids(ids_ptr, pid * SCAN + tl.arange(0, SCAN), m, G), BINS)
@@ -238,7 +240,8 @@ def copy_groups(
     src_ptr, dst_ptr, ends_ptr, clamped_ptr, m, max_m, width, G: tl.constexpr, GP: tl.constexpr,
     TO_MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Rows between [m, width], sorted by group, and [G, max_m, width]; one program a destination row.
+    """Copies rows from [m, width], sorted by group, to [G, max_m, width], or back. Each program writes one
+    row.
 
     `ends` is offs (TO_MASKED) or masked_m. Every destination row is written, padding as zeros.
     `clamped` receives the counts that fit (TO_MASKED) or the offsets.
@@ -261,7 +264,7 @@ def copy_groups(
         ends = tl.minimum(tl.cumsum(count, 0), m)
         if row == 0:
             tl.store(clamped_ptr + g, ends, mask=g < G)
-        # The group of a row is how many groups end at or before it.
+        # The number of a row's group is the number of groups that end at or before it.
         group = tl.sum(((ends <= row) & (g < G)).to(tl.int32), 0)
         start = tl.max(tl.where(g < group, ends, 0), 0)
         src = group * max_m + row - start

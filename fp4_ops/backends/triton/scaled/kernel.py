@@ -20,14 +20,14 @@ import triton.language as tl
 
 from ..gemm import tile_of, unused
 
-# Any byte with a sign, of four: pack=4 makes one word of them.
+# Combines signs of bytes. pack=4 puts four bytes into each word.
 OR_ASM: tl.constexpr = tl.constexpr("or.b32 $0, $1, $2;")
 OR_CONSTRAINTS: tl.constexpr = tl.constexpr("=r,r,r")
 
 
 @triton.jit
 def _either(a, b, ASM: tl.constexpr):
-    """a | b, of bytes."""
+    """Returns a | b for bytes."""
     if ASM:
         return tl.inline_asm_elementwise(OR_ASM, OR_CONSTRAINTS, [a, b], dtype=tl.uint8, is_pure=True, pack=4)
     else:
@@ -36,13 +36,13 @@ def _either(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def _has_sign(byte):
-    """[N, B] -> [N], whether any of the B has one."""
+    """Returns, for each row of [N, B], whether any of its B bytes has a sign."""
     return tl.max(byte.to(tl.int32), 1) > 127
 
 
 @triton.jit
 def _scales(byte, NVFP4: tl.constexpr):
-    """Bytes as the scales that they are; e8m0 has no type of its own in Triton."""
+    """Reinterprets bytes as scales. e8m0 scales stay bytes, because Triton has no type for them."""
     return byte.to(tl.float8e4nv, bitcast=True) if NVFP4 else byte
 
 
@@ -108,8 +108,8 @@ def scaled_kernel(
     first = 0
     last = tl.where(start < valid_end, K_TILES, 0)
     if MODE == "k":
-        # Of blocks of scales, with which groups of columns begin and end: as multiples, so that the compiler
-        # knows that masks cut between vectors.
+        # Groups begin and end at multiples of a scale block. Bounds are written as such multiples, so that
+        # the compiler knows that masks cut between vectors.
         group = tile // m_tiles
         k_end = tl.load(tiles_ptr + group)
         k_begin = tl.load(tiles_ptr + group - 1, mask=group > 0, other=0)
