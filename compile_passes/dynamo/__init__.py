@@ -1,1 +1,1 @@
-"""Loops over experts as Dynamo traces them: what makes it capture them whole, and why it left a graph."""
+"""Makes Dynamo capture loops over experts whole, and explains why it left a graph."""

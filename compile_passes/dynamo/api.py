@@ -1,10 +1,10 @@
 """The parts of `torch._dynamo` that this package uses. No other file imports it.
 
-Versions of torch differ in what Dynamo has, and where. A name of `_PLACES` is looked up when it is first
-used. If torch lacks it, only the rule that uses it fails (rules.py).
+Dynamo's contents and their places differ between versions of torch. A name of `_PLACES` is looked up when it
+is first used. If torch lacks it, only the rule that uses it fails (rules.py).
 
-For type checkers, classes of Dynamo's whose types differ from one torch to the next have here what the rules
-touch of them.
+For type checkers, this file declares the parts of Dynamo's classes that the rules use, because their types
+differ between versions of torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`assert torch.isfinite(x).all(), f"{name} is not finite"`, captured.
+"""Lets Dynamo capture `assert torch.isfinite(x).all(), f"{name} is not finite"`.
 
-Dynamo writes an assertion about a tensor into the graph if its message is a constant, and breaks the graph at
-one whose message is computed. That splits routers from their experts. It also breaks the graph at
-`assert not x.isnan().any()`, and at the last statement of a loop from Python 3.12 on: there the jump goes to
-what raises the error, not around it.
+Dynamo writes an assertion about a tensor into the graph if its message is a constant. It breaks the graph if
+the message is computed, which separates routers from their experts. It also breaks the graph at `assert not
+x.isnan().any()` and, from Python 3.12 on, at the last statement of a loop, because the jump there goes to the
+code that raises the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def into_the_graph(tx: Tracer, jump: Instruction) -> bool:
-    """Whether `jump` only chose if an AssertionError is raised; the graph asserts its condition now."""
+    """Return whether `jump` only decides if an AssertionError is raised. If so, the graph asserts its
+    condition now."""
     condition = tx.stack[-1]
     if (
         type(condition) is not api.TensorVariable
@@ -51,7 +52,7 @@ def into_the_graph(tx: Tracer, jump: Instruction) -> bool:
 
 
 def _raising(following: Sequence[Instruction]) -> list[str] | None:
-    """The names of the instructions up to the raise, if all they do is to raise an AssertionError."""
+    """Return the names of the instructions up to the raise, if they only raise an AssertionError."""
     names: list[str] = []
     for inst in following:
         names.append(inst.opname)

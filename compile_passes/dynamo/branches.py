@@ -1,13 +1,14 @@
-"""`if token.numel() == 0: continue` in a loop over experts, captured as if the branch were not there.
+"""Lets Dynamo capture `if token.numel() == 0: continue` in a loop over experts as if the branch were not
+there.
 
-Dynamo breaks its graph at a branch on a size that only the data knows; in a loop that leaves the whole
-function to Python. A branch that only skips what does nothing for empty rows need not be one: the graph of
-the way that does the work holds for both. So a condition that asks if a number of rows is 0 (a size that only
-the data knows, or how much of a mask is set) is answered for that way, and once Dynamo has traced it up to
-where both meet, `without_rows` has to prove that it does nothing without rows. Where that fails Dynamo starts
-over, and breaks the graph at that branch as it always did.
+Dynamo breaks its graph at a branch on a data-dependent size, and in a loop leaves the whole function to
+Python. But a branch that only skips work on empty rows is not needed: the graph of the working path is right
+for both paths. If a condition asks whether a number of rows is 0 (a data-dependent size, or the number of set
+elements of a mask), this module answers it for the working path. When Dynamo has traced that path up to the
+point where both meet, `without_rows` must prove that it does nothing without rows. If the proof fails, Dynamo
+starts over and breaks the graph at that branch, as it does without us.
 
-A loop over the experts that are hit is such a loop, too: `hit_experts.py`.
+`hit_experts.py` handles a loop over the experts that are hit in the same way.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SEEN_THROUGH = "fp4_branches_seen_through"
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A branch, or a loop over the experts that are hit, that stays as it is."""
+    """A branch, or a loop over hit experts, that stays as it is."""
 
     place: str
     """file:line"""
@@ -52,7 +53,7 @@ class Kept:
 
 
 KEPT: dict[str, Kept] = {}
-"""By place, the latest."""
+"""The latest for each place."""
 
 
 JUMPS = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
@@ -88,8 +89,8 @@ def _take_the_way_that_works(tx: Tracer, branch: Instruction) -> bool | None:
 
 
 def _asks_whether_there_are_rows(tx: Tracer, jump: Instruction) -> None:
-    """`if len(outputs):`, of a list with something for each expert that has rows: some expert has any, if the
-    list is of all experts and there are rows."""
+    """Answer `if len(outputs):` for a list with an entry for each expert that has rows. If the list covers
+    all experts and there are rows, some expert has any."""
     asked = asks_for(tx, jump)
     for v, branch, place in session(tx.output).grown:
         if asked is not None and tx.symbolic_locals.get(asked) is v and not has_all_rows(tx.output, v):
@@ -114,14 +115,14 @@ def begins_again(tx: Tracer, inst: Instruction) -> None:
 
 
 def watch(tx: Tracer, way: Way, branch: Instruction, replaced: bool = False) -> None:
-    """Has `way` proved when it ends. replaced: it is a round of a loop over all experts."""
+    """Have `way` proved when it ends. replaced: it is a round of a loop over all experts."""
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
     tx.step = _Watched(tx, way, branch, place, replaced, _watching(tx), tx.step)
 
 
 @dataclass
 class _Watched:
-    """Stands in place of `tx.step` until both ways meet."""
+    """Replaces `tx.step` until both paths meet."""
 
     tx: Tracer
     way: Way
@@ -129,7 +130,7 @@ class _Watched:
     place: str
     replaced: bool
     around: _Watched | None
-    """Another that watched the frame before."""
+    """The watcher that watched the frame before this one."""
     step: Callable[[], bool]
 
     def __call__(self) -> bool:
@@ -146,7 +147,8 @@ class _Watched:
             _kept(tx).add((tx.f_code, self.branch.offset))
             counters[SEEN_THROUGH].pop(place, None)
             KEPT[place] = Kept(place, self.replaced, stop.refusal)
-            # The one restart that also forgets where Dynamo tried to break the graph: the way is another now.
+            # Only this restart also forgets where Dynamo tried to break the graph, because the path is
+            # different now.
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch") from None
 
     def _end(self) -> None:
@@ -188,8 +190,9 @@ def of_an_expert(output: OutputGraph, rows: sympy.Basic | None) -> Nothing:
 
 
 def _rows_asked_for(condition: Variable, output: OutputGraph) -> tuple[Nothing, bool] | None:
-    """Return what is empty if there are no rows, and the value of `condition` then. It is the opposite for
-    every other number of rows. None if it asks for anything else, or if its answer is known."""
+    """Return what is empty if there are no rows, and the value of `condition` in that case. For every
+    other number of rows the condition has the opposite value. None if the condition asks for something
+    else, or its value is known."""
     nothing = Nothing()
     if isinstance(condition, api.SymNodeVariable):
         expr = condition.sym_num.node.expr
@@ -223,8 +226,8 @@ _COMPARISONS = {
 
 
 def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, sympy.Basic] | None:
-    """The mask and the condition for `mask.any()`, `mask.sum() == 0` and their like. Nothing may have been
-    traced since: the mask is still what it was."""
+    """Return the mask and the condition of `mask.any()`, `mask.sum() == 0` and similar tests. Nothing may
+    have been traced since, so the mask is unchanged."""
     last = next(iter(reversed(node.graph.nodes)))
     count = sympy.Symbol("count", integer=True)
     expr = sympy.Ne(count, 0)
@@ -245,7 +248,8 @@ def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, sympy.Basic] | None:
 
 
 def _first_work(tx: Tracer, at: Instruction) -> int:
-    """From instruction `at` on: past jumps, and conditions on what a module has, as `elif self.training:`."""
+    """Skip jumps from instruction `at` on, and conditions on attributes of a module, such as `elif
+    self.training:`."""
     while True:
         if at.opcode in JUMP_OPCODES & TERMINAL_OPCODES:
             at = at.target
@@ -258,8 +262,8 @@ def _first_work(tx: Tracer, at: Instruction) -> int:
 
 
 def _past_constant(tx: Tracer, at: Instruction) -> Instruction | None:
-    """Where the condition that begins at instruction `at` leads to, if that asks for a module's attribute,
-    which is a constant; None otherwise."""
+    """Return the target of the condition at instruction `at`, if it tests a module's attribute, which is
+    constant. Else None."""
     found = tx.symbolic_locals.get(at.argval) if at.opname in ("LOAD_FAST", "LOAD_FAST_BORROW") else None
     i, modules = tx.indexof[at] + 1, (api.NNModuleVariable, api.UnspecializedNNModuleVariable)
     while found is not None and tx.instructions[i].opname == "LOAD_ATTR":

@@ -1,4 +1,4 @@
-"""Why Dynamo left a graph, and for which line: the reasons that it keeps, in words."""
+"""Says why Dynamo left a graph, and at which line, from the reasons that Dynamo keeps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZE = "data-dependent expression"
 
 
 def known_breaks() -> int:
-    """How many reasons Dynamo has up to now, for `breaks_since`."""
+    """Return the number of reasons that Dynamo has so far, for `breaks_since`."""
     return len(graph_break_reasons)
 
 
@@ -29,7 +29,7 @@ def breaks_since(known: int) -> list[GraphCompileReason]:
 
 
 def described(broken: GraphCompileReason) -> str:
-    """The reason, and the user's line that it is for."""
+    """Return the reason and the user's line."""
     frame = innermost(broken.user_stack)
     return reason_of(broken.reason) if frame is None else f"{reason_of(broken.reason)}, {place(frame)}"
 
@@ -46,12 +46,12 @@ def reason_of(text: str) -> str:
 
 
 def about_a_number(text: str) -> bool:
-    """Whether Dynamo's reason is that Python asks for a number that only the data knows."""
+    """Return whether Dynamo's reason is that Python needs a data-dependent number."""
     return _SIZE in first_line(text)
 
 
 def innermost(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The last line outside of torch."""
+    """Return the last line outside of torch."""
     own = [f for f in stack if not f.filename.startswith(TORCH) and not f.filename.startswith("<")]
     return own[-1] if own else None
 
@@ -59,7 +59,7 @@ def innermost(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary
 def inside(
     function: str, path: str, line: int | None, breaks: Sequence[GraphCompileReason]
 ) -> GraphCompileReason | None:
-    """The break in what this line of a function calls: the cause where Dynamo names a generator or a
+    """Return the break inside the call on this line. It is the cause if Dynamo names a generator or a
     comprehension, which it cannot leave half-way."""
     for b in breaks:
         called = [f for f in b.user_stack if not f.filename.startswith(TORCH)]

@@ -1,6 +1,6 @@
-"""Reads from a function's instructions what it does with one of its locals.
+"""Reads from a function's instructions how it uses one of its locals.
 
-Dynamo's variables do not say who may read them later; the instructions do.
+Dynamo's variables do not say which code may read them later. The instructions do.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _code(tx: Tracer) -> list[Instruction]:
 
 
 def _loads_a_method(code: Sequence[Instruction], at: int) -> bool:
-    """Whether an attribute that is called at once is loaded by three instructions: torch 2.15 writes Python
-    3.12's marked LOAD_ATTR so."""
+    """Return whether three instructions load an attribute that is called at once: torch 2.15 writes Python
+    3.12's marked LOAD_ATTR like this."""
     names = [i.opname for i in code[at : at + 3]] if at >= 0 else []
     return names == ["LOAD_ATTR", "PUSH_NULL", "SWAP"]
 
@@ -52,14 +52,14 @@ def _builtin(tx: Tracer, inst: Instruction, *names: str) -> bool:
 
 
 def _called(tx: Tracer, inst: Instruction) -> bool:
-    """LOAD_METHOD, which is an attribute with a mark from Python 3.12 on."""
+    """Return whether an instruction is LOAD_METHOD; from Python 3.12 on it is a marked LOAD_ATTR."""
     if inst.opname != "LOAD_ATTR" or sys.version_info < (3, 12):
         return inst.opname == "LOAD_METHOD"
     return bool((inst.arg or 0) & 1) or _loads_a_method(tx.instructions, tx.indexof[inst])
 
 
 def _goes_into(tx: Tracer) -> tuple[list[Instruction], int]:
-    """The instructions, and which of them takes the result of the call that `tx` is at."""
+    """Return the instructions, and the index of the one that takes the result of the current call of `tx`."""
     code, at = _code(tx), tx.instruction_pointer
     while tx.instructions[at].opname in _NOTHING:
         at += 1
@@ -77,7 +77,8 @@ Each adds a value or replaces several by one.
 
 
 def _assigned_with_others(code: Sequence[Instruction], at: int) -> int:
-    """Which instruction stores what lies on the stack before `at`, in `a, b = x, y`; otherwise `at`."""
+    """Return the instruction that stores the value on the stack before `at`, in `a, b = x, y`; otherwise
+    `at`."""
     above, here = 0, at
     while above or code[here].opname in ("SWAP", *_VALUES):
         inst = code[here]
@@ -96,7 +97,7 @@ def _assigned_with_others(code: Sequence[Instruction], at: int) -> int:
 
 
 def _later_uses(code: Sequence[Instruction], here: int) -> list[tuple[int, Instruction]]:
-    """The uses of the local that instruction `here` stores; in a loop also those before it."""
+    """Return the later uses of the local that instruction `here` stores; in a loop also those before it."""
     positions = {id(i): at for at, i in enumerate(code)}
     again = any(i.opcode in JUMP_OPCODES and positions.get(id(i.target), 0) < here for i in code[here:])
     first_use = 0 if again else here
@@ -104,8 +105,8 @@ def _later_uses(code: Sequence[Instruction], here: int) -> list[tuple[int, Instr
 
 
 def only_iterates(tx: Tracer, alone: bool = False) -> bool:
-    """Whether the call that `tx` is at goes into a local that is only iterated over, with others or numbered,
-    and asked for its length. alone: that is only iterated over, or into no local at all."""
+    """Return whether the result of the current call goes into a local that is only iterated over (also
+    zipped or enumerated) or measured by len. alone: it is only iterated over, or goes into no local."""
     code, here = _goes_into(tx)
     if alone and _is(code[here], "GET_ITER"):
         return True
@@ -125,7 +126,7 @@ def only_iterates(tx: Tracer, alone: bool = False) -> bool:
 
 
 def _is_numbered_or_zipped(tx: Tracer, code: Sequence[Instruction], at: int) -> bool:
-    """Whether the local that instruction `at` loads is iterated over by `enumerate` or `zip`."""
+    """Return whether the local that instruction `at` loads is iterated over by `enumerate` or `zip`."""
     first = at - 1
     while code[first].opname in ("LOAD_FAST", "LOAD_ATTR"):
         first -= 1
@@ -133,8 +134,8 @@ def _is_numbered_or_zipped(tx: Tracer, code: Sequence[Instruction], at: int) -> 
 
 
 def only_in_loops(tx: Tracer, subscripts: bool) -> bool:
-    """Whether the call that `tx` is at goes into a local that this function's own loops are over, by itself,
-    numbered or with others, and nothing else. subscripts: single elements may be read, too."""
+    """Return whether the result of the current call goes into a local that only this function's own loops
+    iterate over (also zipped or enumerated). subscripts: single elements may be read, too."""
     code, here = _goes_into(tx)
     if _is(code[here], "GET_ITER"):
         return _is(code[here + 1], "FOR_ITER")
@@ -156,7 +157,7 @@ def only_in_loops(tx: Tracer, subscripts: bool) -> bool:
 
 
 def _is_subscripted(code: Sequence[Instruction], at: int) -> bool:
-    """Whether what is on the stack before instruction `at` is read at one place: x[i], x[i - 1]."""
+    """Return whether the value on the stack before instruction `at` is read at one place: x[i], x[i - 1]."""
     above = 0
     for inst in code[at:]:
         if inst.opname in ("LOAD_FAST", "LOAD_CONST"):
@@ -169,7 +170,8 @@ def _is_subscripted(code: Sequence[Instruction], at: int) -> bool:
 
 
 def only_indexes(tx: Tracer) -> bool:
-    """Whether the call that `tx` is at is an index, or goes into a local that is nothing but one."""
+    """Return whether the result of the current call is an index, or goes into a local that is only used as
+    one."""
     code, here = _goes_into(tx)
     if code[here].opname != "STORE_FAST":
         return _is_index(code, here)
@@ -177,7 +179,7 @@ def only_indexes(tx: Tracer) -> bool:
 
 
 def _is_index(code: Sequence[Instruction], at: int) -> bool:
-    """Whether what is on the stack before instruction `at` becomes an index, or one of several."""
+    """Return whether the value on the stack before instruction `at` becomes an index, or one of several."""
     above = 0
     for inst in code[at:]:
         if inst.opname in ("LOAD_FAST", "LOAD_CONST"):
@@ -198,8 +200,9 @@ def _is_index(code: Sequence[Instruction], at: int) -> bool:
 
 
 def joined_comprehension(tx: Tracer) -> bool:
-    """Whether `tx` is at a condition in a comprehension, `[f(x) for x in xs if len(x)]`, whose list is only
-    joined by `torch.cat`, or asked whether it is empty. It lies below the iterator and the condition."""
+    """Return whether `tx` is at a condition in a comprehension, `[f(x) for x in xs if len(x)]`, whose list
+    is only joined by `torch.cat` or tested for emptiness. On the stack the list is below the iterator and
+    the condition."""
     code = _code(tx)
     at = next((n for n, i in enumerate(code) if i is tx.instructions[tx.instruction_pointer - 1]), None)
     loops = [n for n, i in enumerate(code[:at]) if i.opname == "FOR_ITER"]
@@ -230,8 +233,8 @@ def joined_comprehension(tx: Tracer) -> bool:
 
 
 def joined_list(tx: Tracer, name: str, appends: int = 1) -> bool:
-    """Whether a list that only the local `name` holds is made in one place, appended to in so many, and for
-    the rest only joined by `torch.cat`, or asked whether it is empty."""
+    """Return whether a list that only the local `name` holds is created in one place, appended to in
+    `appends` places, and otherwise only joined by `torch.cat` or tested for emptiness."""
     code, stores, found = _code(tx), 0, 0
     for at, i in _uses(code, name):
         before, after = code[max(at - 2, 0) : at], code[at + 1 :]
@@ -254,7 +257,7 @@ def joined_list(tx: Tracer, name: str, appends: int = 1) -> bool:
 
 
 def _along_rows(tx: Tracer, after: Sequence[Instruction]) -> bool:
-    """The end of `torch.cat(x)`, `torch.cat(x, 0)` and `torch.cat(x, dim=0)`."""
+    """Return whether the instructions end `torch.cat(x)`, `torch.cat(x, 0)` or `torch.cat(x, dim=0)`."""
     if _is(after[0], "CALL", 1):
         return True
     if not _is(after[0], "LOAD_CONST") or after[0].argval != 0:
@@ -265,7 +268,7 @@ def _along_rows(tx: Tracer, after: Sequence[Instruction]) -> bool:
 
 
 def _truth(tx: Tracer, before: Sequence[Instruction], after: Sequence[Instruction]) -> Instruction | None:
-    """The jump that asks whether a list is empty: `if x:`, `if len(x):`, `if len(x) > 0:`."""
+    """Return the jump that tests whether a list is empty: `if x:`, `if len(x):`, `if len(x) > 0:`."""
     then = list(after[:4])
     if before and _builtin(tx, before[-1], "len") and _is(then[0], "CALL", 1):
         then.pop(0)
@@ -276,7 +279,7 @@ def _truth(tx: Tracer, before: Sequence[Instruction], after: Sequence[Instructio
 
 
 def asks_for(tx: Tracer, jump: Instruction) -> str | None:
-    """The local list that a jump asks about, whether it is empty."""
+    """Return the local list that a jump tests for emptiness."""
     code = _code(tx)
     end = code.index(jump)
     for at in range(max(end - 4, 0), end):

@@ -1,8 +1,8 @@
-"""Lets Dynamo capture `one_hot(ids, n)` with a data-dependent n, as `one_hot(ids, max(ids.max() + 1, c))[...,
-:c]`.
+"""Lets Dynamo capture `one_hot(ids, n)` with a data-dependent n.
 
-If the number of classes is a tensor, Python reads its value, and Dynamo breaks the graph there. A
-data-dependent size can stay in the graph: c, plus a data-dependent number of further classes.
+It becomes `one_hot(ids, max(ids.max() + 1, c))[..., :c]`. If the number of classes is a tensor, Python reads
+its value, and Dynamo breaks the graph there. A data-dependent size can stay in the graph: c, plus a
+data-dependent number of further classes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which masks have no True element if another has none."""
+"""Finds masks that have no True element if another mask has none."""
 
 from __future__ import annotations
 

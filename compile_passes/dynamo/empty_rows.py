@@ -1,9 +1,9 @@
-"""The proof that what Dynamo traced does nothing where there are no rows.
+"""Proves that the code that Dynamo traced does nothing if there are no rows.
 
-`branches.py` has Dynamo trace the way through a branch that does the work, up to where it meets the way that
-does not. Both come to the same if
+`branches.py` lets Dynamo trace the working path of a branch up to the point where it meets the other path.
+Both paths have the same effect if
 
-1. Python: no local that is read later has changed, and no object that Dynamo knows of (`Way`);
+1. Python: no local that is read later has changed, and no object that Dynamo knows (`Way`);
 2. tensors: the nodes traced in between, run again on fake tensors with no rows, raise nothing, draw no
    random numbers, need no gradient, and write to tensors of their own only, or to no element of another's
    (`replay`).
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
     from .api import ExceptionEntry, ListVariable, OutputGraph, Tracer, Variable
 
 SAYS_THE_SAME = "_fp4_says_the_same"
-"""Key of a node that writes values which are there already."""
+"""Key of a node that writes values that are already there."""
 
 
 @dataclass
 class Hits:
-    """The experts for which a mask has anything: `mask` is what it has its elements from, in which experts
-    are along `dim`; `rounds` are the experts there are."""
+    """The experts for which a mask has any element set. `mask` is the tensor behind it, with experts along
+    `dim`. `rounds` are all experts."""
 
     mask: fx.Node
     dim: int
     rounds: int
     unwritten: dict[int, fx.Node] = field(default_factory=dict)
-    """Last node up to which nothing writes to the memory of the mask, or of a copy of it."""
+    """The last node up to which nothing writes to the memory of the mask, or of a copy of it."""
 
     def is_row(self, node: fx.Node, expert: int) -> bool:
-        """Whether `node` is what the mask, as it was, has for an expert, or a part of that."""
+        """Return whether `node` is the entry of the unchanged mask for an expert, or a part of that entry."""
         if called(node) != "getitem" or not isinstance(node.args[0], fx.Node):
             return False
         x, index = operand(node), node.args[1]
@@ -82,7 +82,7 @@ class Hits:
 
 
 class Named(Hits):
-    """The experts that are among ids, which `mask` has: `ids == e` is what it has for an expert."""
+    """The experts that occur among ids. `mask` has these ids, and the entry for expert e is `ids == e`."""
 
     def is_row(self, node: fx.Node, expert: int) -> bool:
         if called(node) != "eq" or len(node.args) != 2:
@@ -98,12 +98,12 @@ class Named(Hits):
 
 
 def _alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether two nodes take the same part of one tensor."""
+    """Return whether two nodes take the same part of one tensor."""
     return a is b or (called(a) == called(b) == "getitem" and (a.args, a.kwargs) == (b.args, b.kwargs))
 
 
 def _indexed(index: object, expert: int, rank: int) -> Iterator[int]:
-    """The dimensions in which an index is `expert`, or the slice of it alone."""
+    """Yield the dimensions in which an index is `expert`, or a slice of this expert alone."""
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(i, fx.Node) for i in items):
         return
@@ -122,8 +122,8 @@ def _indexed(index: object, expert: int, rank: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Assumption of a proof: these sizes are 0, these masks are False everywhere, and so is the entry of
-    `hits` for `expert`."""
+    """The assumption of a proof: these sizes are 0, these masks are False everywhere, and so is the entry
+    of `hits` for `expert`."""
 
     sizes: set[sympy.Basic] = field(default_factory=set)
     masks: set[fx.Node] = field(default_factory=set)
@@ -135,7 +135,7 @@ class Nothing:
 
 
 def number(v: Variable | None, output: OutputGraph | None = None) -> sympy.Expr | None:
-    """The expression of a Python int or of one that only the data knows, or of a tensor that is one."""
+    """Return the expression of a Python int, of a data-dependent int, or of a tensor that holds one."""
     if output is not None and isinstance(v, api.TensorVariable):
         v = session(output).numbers.get(v.as_proxy().node)
 
@@ -146,7 +146,7 @@ def number(v: Variable | None, output: OutputGraph | None = None) -> sympy.Expr 
 
 
 def has_all_rows(output: OutputGraph, rows: ListVariable) -> bool:
-    """Whether a list of tensors has the rows of all experts, and they are any."""
+    """Return whether a list of tensors has the rows of all experts, and there is at least one row."""
     sizes = {expression(example(x.as_proxy().node).shape[0]) for x in rows.items}
     known = session(output).counted
     return any(sizes.issuperset(c.expressions()) and statically_known_true(c.total >= 1) for c in known)
@@ -157,7 +157,7 @@ def expression(size: int | torch.SymInt) -> sympy.Expr:
 
 
 class Way:
-    """The way through a branch that does the work, from the branch on."""
+    """The path through a branch that does the work, from the branch on."""
 
     def __init__(self, tx: Tracer, nothing: Nothing, join: int) -> None:
         self.tx, self.nothing, self.join = tx, nothing, join
@@ -204,7 +204,7 @@ class Way:
             sizes = replay(list(since(self.last)), self.nothing, self.tx.output)
         except Refused:
             raise
-        except Exception as error:  # of whatever the model calls
+        except Exception as error:  # an error of any code that the model calls
             raise Refused(Refusal(Kind.FAILS_WITHOUT_ROWS, None, (in_short(error),))) from error
         for name, (v, items) in grown.items():
             if not all(_is_like_without_rows(x, v.items[0], sizes) for x in v.items[len(items) :]):
@@ -212,7 +212,7 @@ class Way:
         self.grown = [v for v, _ in grown.values()]
 
     def _same(self, a: Variable | None, b: Variable | None) -> bool:
-        """A sum of numbers of rows may have one more."""
+        """Return whether two values are the same. A sum of row counts may have one more addend."""
         if _same(a, b):
             return True
         now, before = ((number(v, self.tx.output) if v is not None else None) for v in (a, b))
@@ -222,7 +222,8 @@ class Way:
         return now.subs(none) == before.subs(none)
 
     def _grown(self) -> dict[str, tuple[ListVariable, list[Variable]]]:
-        """Lists that got longer and, later, are only joined, which is not changed by tensors without rows."""
+        """Return lists that became longer and are later only joined. Tensors without rows do not change
+        the result."""
         tx, found = self.tx, {}
         for name, (v, items) in self.lists.items():
             if len(v.items) > len(items) and joined_list(tx, name) and self._has_alone(name, v):
@@ -232,7 +233,7 @@ class Way:
         return found
 
     def _has_alone(self, name: str, v: Variable) -> bool:
-        """Whether nothing else holds what the local `name` does."""
+        """Return whether nothing else refers to the value of the local `name`."""
         held: list[str] = []
         for frame in frames(self.tx):
             held += [n for n, x in frame.symbolic_locals.items() if x is v]
@@ -246,7 +247,7 @@ def _is_new_list(v: Variable) -> TypeGuard[ListVariable]:
 
 
 def _is_like_without_rows(x: Variable, other: Variable, sizes: set[sympy.Basic]) -> bool:
-    """Whether x, which has no rows where `sizes` are 0, can be joined to `other` and is then not seen."""
+    """Return whether x, which has no rows if `sizes` are 0, can be joined to `other` without an effect."""
     if not all(isinstance(v, api.TensorVariable) for v in (x, other)):
         return False
     a, b = (example(v.as_proxy().node) for v in (x, other))
@@ -273,7 +274,7 @@ def _all_same(a: Sequence[object], b: Sequence[object]) -> bool:
 
 
 class _Objects:
-    """All objects that Dynamo can reach and what they are made of, one level deep."""
+    """All objects that Dynamo can reach, and their contents, one level deep."""
 
     def __init__(self, tx: Tracer) -> None:
         self.attributes = api.AttributeMutation
@@ -293,8 +294,8 @@ class _Objects:
         api.VariableTracker.visit(record, roots)
 
     def _parts(self, v: Variable) -> list[object]:
-        """Fields, and what their containers hold; of objects with attributes those that were set, since their
-        other fields are Dynamo's caches."""
+        """Return the fields of a variable and the contents of its containers. For objects with attributes,
+        return those that were set, because their other fields are Dynamo's caches."""
         parts: list[object] = [*self.side.store_attr_mutations.get(v, {}).values()]
         if isinstance(v.mutation_type, self.attributes):
             return parts
@@ -303,7 +304,7 @@ class _Objects:
             parts += [generator.instruction_pointer, *generator.symbolic_locals.values()]
         for fields in (vars(v), vars(v.mutation_type) if v.mutation_type else {}):
             for name, value in fields.items():
-                if name == "source_location":  # where it was read first
+                if name == "source_location":  # the place of the first read
                     continue
                 parts.append(name)
                 if isinstance(value, list | tuple | deque):
@@ -315,7 +316,7 @@ class _Objects:
         return parts
 
     def check(self, grown: dict[int, int]) -> None:
-        """grown: lists of which only the first items count."""
+        """Check that nothing has changed. grown: lists of which only the first items count."""
         for v, before in self.known.values():
             now = self._parts(v)
             if isinstance(v, api.ListVariable) and id(v) in grown:
@@ -336,8 +337,8 @@ def _name(v: Variable) -> str:
 
 
 def live(tx: Tracer, start: int, swallowing: bool) -> set[str]:
-    """The locals that may be read, from instruction `start` on, before they are written. swallowing: also if
-    a context manager ends an exception."""
+    """Return the locals that may be read, from instruction `start` on, before they are written.
+    swallowing: also if a context manager suppresses an exception."""
     instructions, indexof = tx.instructions, tx.indexof
 
     def handled(entry: ExceptionEntry) -> bool:
@@ -374,8 +375,8 @@ def live(tx: Tracer, start: int, swallowing: bool) -> set[str]:
 
 
 def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: OutputGraph) -> set[sympy.Basic]:
-    """Runs Dynamo's `nodes` on fake tensors without rows, and raises Refused unless nothing comes of it.
-    Returns the sizes that are 0."""
+    """Run Dynamo's `nodes` on fake tensors without rows. Raise Refused if they have any effect. Returns
+    the sizes that are 0."""
     env: dict[fx.Node, Any] = {}
     watch = _Watch()
     sizes, masks = set(nothing.sizes), set(nothing.masks)
@@ -424,7 +425,7 @@ _EFFECTS = side_effects - {operator.setitem}
 
 
 def _is_no_slice(index: object, sizes: set[sympy.Basic]) -> bool:
-    """Whether `x[index]` is from a row on up to the same row, where `sizes` are 0."""
+    """Return whether `x[index]` is a slice from a row up to the same row if `sizes` are 0."""
     first = index[0] if isinstance(index, tuple) and index else index
     if not isinstance(first, slice) or first.step not in (None, 1):
         return False
@@ -470,7 +471,8 @@ _WRITES_AT = {
 
 
 class _Watch(TorchDispatchMode):
-    """Lets only through what computes, or writes to what was made under it, or writes nothing at all."""
+    """Allows only operators that write nothing, write no element, or write to tensors that were made under
+    it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +480,7 @@ class _Watch(TorchDispatchMode):
         self.empty_masks: list[object] = []
 
     def keep(self, values: object, empty_mask: bool) -> None:
-        """`values` came from outside."""
+        """Note that `values` came from outside."""
         if empty_mask:
             self.empty_masks.append(values)
         for v in pytree.tree_leaves(values):

@@ -1,4 +1,4 @@
-"""Extends Dynamo so that it captures loops over experts. Whatever it compiled before still compiles."""
+"""Extends Dynamo to capture loops over experts. Everything that it compiled before still compiles."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .api import Function, OutputGraph
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
-"""`nonzero` and boolean masks have sizes that only the data knows."""
+"""`nonzero` and boolean masks have data-dependent sizes."""
 
 
 def captures(method: Function) -> Function:
@@ -52,8 +52,8 @@ def captures(method: Function) -> Function:
 
 
 def breaks_the_graph(method: Function) -> Function:
-    """With CAPTURE Dynamo fails, instead of breaking its graph, at `if len(rows):` and in the conversion of a
-    list whose length only the data knows."""
+    """Break the graph at `if len(rows):`, and when a list of data-dependent length is converted. With
+    CAPTURE, Dynamo would fail there."""
 
     def call(*args: object, **kwargs: object) -> object:
         try:
@@ -65,7 +65,7 @@ def breaks_the_graph(method: Function) -> Function:
 
 
 def allow_scalars(gm: fx.GraphModule) -> None:
-    """Whoever traces a graph with numbers of rows in it again may do so."""
+    """Let later tracers of a graph with row counts read numbers from tensors, too."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     if mode is not None and any(free_unbacked_symbols(example(n)) for n in _items(gm)):
@@ -77,7 +77,8 @@ def _items(gm: fx.GraphModule) -> list[fx.Node]:
 
 
 class Need(Enum):
-    """Why Dynamo is patched: what it does without the patch, and the change to torch that would end the need.
+    """The reasons for patches: what Dynamo does without the patch, and the change to torch that would make it
+    unnecessary.
 
     All hold for torch 2.11 to 2.15.
     """
@@ -132,7 +133,8 @@ class Need(Enum):
 
 
 class Patch(NamedTuple):
-    """A rule for opcodes, methods of variables of tensors, or attributes of what `owner` names in api.py."""
+    """A rule for opcodes, for methods of tensor variables, or for attributes of the object that `owner`
+    names in api.py."""
 
     owner: str
     names: Sequence[str]
@@ -178,10 +180,10 @@ PATCHES = (
     Patch(_FRAMES, ("trace_frame",), captures, Need.CAPTURE),
     Patch("DynamoOutput", ("build_guards",), left_frames.guards_built, Need.LEFT_FOR_GOOD),
 )
-"""All of Dynamo that is patched, in order: a later rule runs before the earlier ones of the same part."""
+"""All patches of Dynamo, in order. For the same part, a later rule runs before the earlier ones."""
 
 _Way: TypeAlias = "Callable[[Rule, Function], Function]"
-"""How a rule and one of Dynamo's functions become one."""
+"""A function that combines a rule with one of Dynamo's functions."""
 
 
 def _way(owner: str, need: Need) -> _Way:
@@ -201,10 +203,11 @@ _AROUND = (Need.CALLS, Need.LEFT_FOR_GOOD, Need.CAPTURE, Need.NESTED)
 
 
 def extend_dynamo() -> None:
-    """Apply PATCHES, for the whole process. They act only on graphs of backends with `sees_through_branches`;
-    for all others Dynamo and its settings are as they were.
+    """Apply PATCHES in the whole process. They act only on graphs of backends with `sees_through_branches`.
+    For all others, Dynamo and its settings are unchanged.
 
-    The graphs of others are looked at, and not changed, for the warning of nested.py."""
+    For the warning of nested.py, graphs of other backends are inspected but not changed.
+    """
     for owner, names, rule, need in PATCHES:
         way = _way(owner, need)
         for name in names:
@@ -217,7 +220,7 @@ def extend_dynamo() -> None:
 
 
 def _wrapped(method: Function, rule: Rule, way: _Way) -> Function | None:
-    """None if the rule is in it already."""
+    """Return the wrapped method, or None if it already has the rule."""
     known = getattr(method, "_fp4", ())
     if rule in known:
         return None
@@ -234,7 +237,7 @@ def _hook_attribute(cls: object, name: str, rule: Rule, way: _Way) -> None:
 
 
 def _hook_method(cls: type, name: str, rule: Rule, way: _Way) -> None:
-    """A method of what a variable of Dynamo's stands for."""
+    """Wrap a method of the class behind one of Dynamo's variables."""
     table = getattr(cls, "tp_methods", {})  # torch 2.15 looks methods up in there
     if name not in table:
         _hook_attribute(cls, f"method_{name}", rule, way)

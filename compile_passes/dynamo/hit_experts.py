@@ -1,13 +1,13 @@
-"""Loops over the experts that are hit, captured as loops over all experts.
+"""Lets Dynamo capture loops over the experts that are hit as loops over all experts.
 
     hit = (mask.sum((1, 2)) > 0).nonzero()
     for e in hit: ...  # experts[e], torch.where(mask[e]), f"expert_{e[0]}"
     for e in ids.unique(): ...  # experts[e], torch.where(ids == e)
 
-skips the experts for which the mask has nothing. So it is traced over all experts, each a tensor whose value
-is known (`known_values.py`), and each round is proved to do nothing where the mask has nothing for it
-(`branches.py`, `empty_rows.py`). Proved of the loop, here: the experts are those for which the mask has
-anything, and neither the mask nor the hits are written to.
+skips experts for which the mask has no element set. This module traces the loop over all experts. Each expert
+is a tensor with a known value (`known_values.py`), and each round is proved to do nothing if the mask has no
+element set for it (`branches.py`, `empty_rows.py`). This file proves the properties of the loop: its experts
+are exactly those for which the mask has an element set, and nothing writes to the mask or the hits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Loop:
 
 
 _LOOP = "_fp4_hits"
-"""On a list or an iterator of Dynamo's that stands for hits: the `_Loop`."""
+"""Attribute on one of Dynamo's lists or iterators that represents hits: the `_Loop`."""
 
 
 def over_experts(method: Handler) -> Handler:
@@ -77,7 +77,7 @@ def one_expert(method: Handler) -> Handler:
 
 
 def as_list(method: Method) -> Method:
-    """`hit.tolist()`, which is only iterated over: a list of all experts."""
+    """Replace `hit.tolist()`, if it is only iterated over, by a list of all experts."""
 
     def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         if not is_watched(tx):
@@ -101,11 +101,12 @@ def _rounds(loop: _Loop, as_rows: bool) -> Variable:
 
 
 _MOST_ROUNDS = 1024
-"""More than any model has experts. Each is traced, which takes Dynamo up to 0.1 s."""
+"""The most rounds of a loop, more than any model has experts. Tracing a round takes Dynamo up to 0.1 s."""
 
 
 def _hits(v: Variable) -> Hits | None:
-    """The mask whose hits a variable of Dynamo's is: their numbers, in one dimension or in rows of one."""
+    """Return the hits that one of Dynamo's variables holds: their numbers in one dimension, or as rows of
+    one."""
     if not isinstance(v, api.TensorVariable):
         return None
     hits = v.as_proxy().node
@@ -135,7 +136,7 @@ def _hits(v: Variable) -> Hits | None:
 
 
 def _unique(node: fx.Node) -> fx.Node | None:
-    """The ids whose numbers, each once and in their order, `node` has."""
+    """Return the ids if `node` has their distinct numbers in order."""
     part = named(node, ("getitem",), ("input", "item"))
     if part.get("item") == 0 and isinstance(part["input"], fx.Node):
         node = part["input"]
@@ -144,7 +145,7 @@ def _unique(node: fx.Node) -> fx.Node | None:
 
 
 def _named_in(ids: fx.Node, chain: list[fx.Node]) -> Hits | None:
-    """The experts among ids, of all from which these were chosen."""
+    """Return the experts that occur among ids, out of all experts from which the ids were chosen."""
     experts = chosen_from(ids)
     source = same_elements(ids)
     if experts is None or experts > _MOST_ROUNDS or example(ids).is_floating_point():
@@ -193,7 +194,8 @@ _MORE_THAN = {
 
 
 def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, int] | None:
-    """The mask, and its dimension, of which `node`'s elements along `dim` say whether any is set there."""
+    """Return the mask and its dimension, if `node`'s elements along `dim` say whether any of its elements
+    is set there."""
     chain.append(node)
     name = called(node)
     compared = named(node, tuple(_MORE_THAN), ("input", "other"))
@@ -213,7 +215,8 @@ def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, i
 
 
 def _counts(node: object) -> bool:
-    """Whether no element is negative, so that a sum of 0 says all are 0: one-hot, boolean, or products."""
+    """Return whether no element is negative, so that a sum of 0 means that all are 0: one-hot, boolean, or
+    products."""
     if not isinstance(node, fx.Node) or not isinstance(example(node), torch.Tensor):
         return False
     if example(node).dtype == torch.bool:
@@ -227,7 +230,8 @@ def _counts(node: object) -> bool:
 
 
 def _most(source: fx.Node, dim: int, experts: int) -> int:
-    """How many experts may be hit: of `one_hot(ids, E + 1)` those that `topk` chose the ids from."""
+    """Return how many experts may be hit. For `one_hot(ids, E + 1)` it is the number from which `topk`
+    chose the ids."""
     ids = named(source, ("one_hot",), ("input", "num_classes")).get("input")
     if ids is None or dim != example(source).dim() - 1:
         return experts

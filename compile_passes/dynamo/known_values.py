@@ -1,9 +1,9 @@
-"""Tensors that Dynamo traces and whose value is known: the number of an expert, and what is computed of it.
+"""Tracks traced tensors with a known value: the number of an expert, and values computed from it.
 
-A loop over the experts that are hit is traced over all experts (`hit_experts.py`). Its variable stays the
-tensor that it is, but its value is known, so what Python asks of it has an answer: `t.item()`, `int(t)`,
-`experts[t]` of a list, `f"expert_{t[0]}"`, `if t == 3`. Where it indexes a tensor, the index becomes a number
-or a slice, which says the same and can be read in the graph.
+A loop over hit experts is traced over all experts (`hit_experts.py`). Its variable stays a tensor, but its
+value is known, so Python's questions have answers: `t.item()`, `int(t)`, `experts[t]` of a list,
+`f"expert_{t[0]}"`, `if t == 3`. If it indexes a tensor, the index becomes a number or a slice, which means
+the same and can be read in the graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .api import Handler, Instruction, Method, Tracer, Variable
 
 _VALUE = "fp4_known"
-"""In the meta of a node: its value, on the CPU."""
+"""Key in the meta of a node: its value on the CPU."""
 
 _COMPUTED = {
     "getitem", "squeeze", "unsqueeze", "view", "reshape", "flatten", "clone", "contiguous", "detach",
@@ -32,7 +32,8 @@ _COMPUTED = {
 
 
 def create(tx: Tracer, number: int, like: Tensor) -> Variable:
-    """A variable of Dynamo's: an element of `like` [n], or a row of `like` [n, 1], that is `number`."""
+    """Create a variable for Dynamo: an element of `like` [n], or a row of `like` [n, 1], with the value
+    `number`."""
     shape = tuple(1 for _ in like.shape[1:])
     settings = {"dtype": like.dtype, "device": like.device}
     v = api.wrap_fx_proxy(tx, tx.output.create_proxy("call_function", torch.full, (shape, number), settings))
@@ -42,7 +43,7 @@ def create(tx: Tracer, number: int, like: Tensor) -> Variable:
 
 
 def value(v: Variable) -> Tensor | None:
-    """The value of a variable of Dynamo's, if it is known."""
+    """Return the value of one of Dynamo's variables if it is known, else None."""
     return _value(v.as_proxy().node) if isinstance(v, api.TensorVariable) else None
 
 
@@ -61,13 +62,14 @@ def _value(node: fx.Node) -> Tensor | None:
 
 
 def number(v: Variable) -> int | float | None:
-    """Its value as Python's number, if it is known and one."""
+    """Return its value as a Python number if it is known and a single one."""
     known = value(v)
     return known.item() if known is not None and known.numel() == 1 else None
 
 
 def number_of(node: fx.Node) -> int | float | None:
-    """The number that a node is, if it is known and one; also while others are fake."""
+    """Return the number that a node holds, if it is known and a single one, even while other values are
+    fake."""
     with without_modes():
         known = _value(node)
         return known.item() if known is not None and known.numel() == 1 else None
@@ -81,7 +83,7 @@ def _constant(number: float | None) -> Variable:
 
 
 def formats(method: Handler) -> Handler:
-    """`f"{t}"` of a tensor without dimensions is its number's."""
+    """Format a tensor without dimensions, `f"{t}"`, as its number."""
 
     def format_value(tx: Tracer, inst: Instruction) -> None:
         with_spec = inst.opname == "FORMAT_WITH_SPEC" or (inst.opname == "FORMAT_VALUE" and inst.arg & 4)
@@ -110,7 +112,7 @@ def subscripts(method: Handler) -> Handler:
 
 
 def _subscript(tx: Tracer, x: Variable, index: Variable) -> Variable | None:
-    """`x[index]`, with numbers or slices instead of known tensors; None where there is nothing to do."""
+    """Return `x[index]` with numbers or slices in place of known tensors. None if there are none."""
     items = [v.realize() for v in index.items] if isinstance(index, api.TupleVariable) else [index]
     several = isinstance(index, api.TupleVariable)
     known = {at: number(v) for at, v in enumerate(items)}
@@ -147,7 +149,7 @@ _SEQUENCES = (list, tuple, nn.ModuleList, nn.Sequential, nn.ParameterList)
 def _type(v: Variable) -> type:
     try:
         found = v.python_type()
-    except Exception:  # of what Dynamo cannot say
+    except Exception:  # Dynamo cannot tell
         return object
     return found if isinstance(found, type) else object
 
@@ -156,7 +158,7 @@ def _slice(n: int) -> Variable:
     items = [_constant(n), _constant(n + 1), _constant(None)]
     try:
         return api.SliceVariable(items)
-    except TypeError:  # newer ones want to know where
+    except TypeError:  # newer versions need the place
         return api.SliceVariable(items, None)
 
 
@@ -164,7 +166,7 @@ def _slice(n: int) -> Variable:
 
 
 def numbers(method: Method) -> Method:
-    """`t.item()`, `int(t)`, `operator.index(t)`."""
+    """Answer `t.item()`, `int(t)` and `operator.index(t)`."""
 
     def as_number(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = number(self) if session(tx.output).has_known_values and not args and not kwargs else None
@@ -174,7 +176,7 @@ def numbers(method: Method) -> Method:
 
 
 def index_of(method: Method) -> Method:
-    """`operator.index(t)`, where Dynamo's builtin functions answer it."""
+    """Answer `operator.index(t)` where Dynamo's builtin functions handle it."""
 
     def index(self: Variable, tx: Tracer, arg: Variable) -> Variable:
         found = number(arg.realize()) if session(tx.output).has_known_values else None

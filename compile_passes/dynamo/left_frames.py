@@ -1,15 +1,15 @@
-"""Functions that Dynamo leaves to Python: left for the calls of that kind, not for good.
+"""Limits the effect of a function that Dynamo leaves to Python to calls of the same kind.
 
-Where Dynamo cannot go on within a loop, it runs the function in Python and never looks at its code again.
-So one call in training mode, or with arguments that lead elsewhere, would take the 4 bits of all calls that
-could have them, of this model and of every other that shares the code. Dynamo has read by then what led
-there: a mode, a flag, the kinds of arguments. Under guards on just that the code runs as it is, and all other
-calls are looked at as if there had been none.
+If Dynamo cannot continue within a loop, it runs the function in Python and never looks at its code again. One
+call in training mode, or with unusual arguments, would then take the 4 bits from all other calls, of this
+model and of every other model with the same code. By then Dynamo has read the values that led there: a mode,
+a flag, the kinds of arguments. This module keeps guards on exactly these. Calls that match them run the code
+in Python; all other calls are traced as if nothing had happened.
 
 The same holds for a call in which a function with experts does nothing, and which Dynamo therefore leaves.
 
-Where it can go on behind a call, it traces the function once more up to there, and so forgets what it read in
-what was called. Those guards are kept, too.
+If Dynamo can continue after a call, it traces the function once more up to there, and forgets the values it
+read inside the call. Those guards are kept, too.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("fp4_ops")
 
 _OF_FLAGS = ("BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "NONE_MATCH", "TYPE_MATCH")
-"""Guards that say what Python's values are."""
+"""Guards on values of Python objects."""
 
 
 class Left(NamedTuple):
-    """A function that runs in Python, with the names that Dynamo's CompilationMetrics have for one that
-    failed. There it counts as compiled."""
+    """A function that runs in Python, with the field names that Dynamo's CompilationMetrics use for a
+    failed function. Dynamo counts this one as compiled."""
 
     co_name: str
     co_filename: str
@@ -81,7 +81,7 @@ def guarded(method: Function) -> Function:
             left = None if tracer is None or kwargs.get("package") is not None else _as_it_is(code, tracer)
             if left is None:
                 raise
-            counters["frames"]["ok"] -= 1  # which it is counted as, when this returns
+            counters["frames"]["ok"] -= 1  # it will be counted when this returns
             if _read.left is not None:
                 _read.left.append(_described(code, error))
             left_out.note_left(args[1].values(), error)
@@ -114,7 +114,7 @@ def traced(method: Function) -> Function:
             tell_failure(args, error)
             raise
         tell_failure(args)
-        if kwargs.get("package") is None:  # what is saved has Dynamo's own guards
+        if kwargs.get("package") is None:  # saved code has Dynamo's own guards
             known = done.output_graph.tracing_context.guards_context.dynamo_guards
             added = [g for g in _read.guards if g not in known.inner]
             for guard in added:
@@ -126,8 +126,8 @@ def traced(method: Function) -> Function:
 
 
 def _stands_alone(source: Source | None) -> bool:
-    """Whether a guard on `source` needs nothing but its source. That on a dict's key, or on the value in a
-    place among the keys, also needs the dict to be guarded as a whole, as in the attempt that read it."""
+    """Return whether a guard on `source` works alone. A guard on a dict's key, or on a value by its
+    position among the keys, also needs the guard on the whole dict, from the attempt that read it."""
     while source is not None:
         if isinstance(source, ConstDictKeySource) or isinstance(
             getattr(source, "index", None), ConstDictKeySource
@@ -188,7 +188,7 @@ def _left_by(error: BaseException) -> Tracer | None:
 
 
 def _as_it_is(code: types.CodeType, tracer: Tracer) -> DynamoOutput | None:
-    """The code under the guards that led to the error; None if these cannot be built."""
+    """Return the code under the guards that led to the error. None if these cannot be built."""
     given: dict[str, object] = {
         "tracer_output": api.DynamoTracerOutput(tracer), "bytecode": code.replace(), "pycode": [],
         "last_attempt_start_time": None,

@@ -1,13 +1,13 @@
-"""Experts that are in no graph: said once, after a compiled model's call, or an error with "strict".
+"""Finds experts that are in no graph: warns once, after a call of a compiled model, or raises with "strict".
 
-A backend sees graphs, one at a time. Where Dynamo leaves a loop over experts to Python, none of them has
-experts, and there is nothing to report; so the model is looked at when its call is over. A warning names
-parameters that look like experts: several of one shape, an up/down pair, and `expert` in the path or a router
-beside them. None of them runs in 4 bits, nothing was reported of any graph of the call, and they
-cannot have been left unused: a graph had them as inputs, or Dynamo broke or skipped one in that call.
+A backend sees one graph at a time. If Dynamo leaves a loop over experts to Python, no graph has experts, and
+there is nothing to report. So this module inspects the model after its call. A warning names parameters that
+look like experts: several of one shape, an up/down pair, and `expert` in the path or a router beside them. It
+is given only if none of them runs in 4 bits, no graph of the call reported anything, and the experts cannot
+have been unused: a graph had them as inputs, or Dynamo broke or skipped one in that call.
 
-A later call is looked at if Dynamo compiled something for it, as decoding may be a branch of its own. Experts
-that did not run in 4 bits in that call are told.
+A later call is inspected if Dynamo compiled something for it, because decoding may have a branch of its own.
+The warning then names experts that did not run in 4 bits in that call.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHANGE = (
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
 _SHARED = re.compile(r"shared", re.IGNORECASE)
 _NAMED_ROUTER = re.compile(r"router|gating", re.IGNORECASE)
-"""No word for the gate of an expert's own FFN."""
+"""Names of routers. No name of the gate inside an expert's FFN matches."""
 _ROUTER = re.compile(r"router|gate|gating|switch|route", re.IGNORECASE)
 
 
@@ -54,7 +54,7 @@ _ROUTER = re.compile(r"router|gate|gating|switch|route", re.IGNORECASE)
 
 
 def expert_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """Name of a module with experts -> their matrices; empty for a dense or a prepared model."""
+    """Map the name of each module with experts to their matrices. Empty for a dense or a prepared model."""
     found = {}
     for name, module in model.named_modules():
         for path, experts in ((name, [module]), *_lists(name, module)):
@@ -89,7 +89,8 @@ def _matrices(module: nn.Module, recurse: bool, *dims: int) -> list[nn.Parameter
 
 
 def _undone(weights: Sequence[nn.Parameter]) -> bool:
-    """Whether one of these matrices leads back to where another, maybe gate and up in one, came from."""
+    """Return whether one of these matrices leads back to where another one (maybe gate and up in one) came
+    from."""
 
     def back(a: Sequence[int], b: Sequence[int]) -> bool:
         return (a[1] == b[0] and a[0] in (b[1], 2 * b[1])) or (a[0] == b[1] and a[1] in (b[0], 2 * b[0]))
@@ -104,16 +105,18 @@ def _stacked(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _called_experts(module: nn.Module) -> list[nn.Parameter]:
-    """The stacks of matrices that a module itself calls experts, of any shape: `v_experts` [E, N, K].
+    """Return the stacks of matrices that a module itself calls experts, of any shape: `v_experts` [E, N, K].
 
-    Routers, `expert_gating`, are none."""
+    Routers such as `expert_gating` do not count.
+    """
     own = {n: p for n, p in module.named_parameters(recurse=False) if not _NAMED_ROUTER.search(n)}
     names = {id(p) for n, p in own.items() if _EXPERTS.search(n) and not _SHARED.search(n)}
     return [w for w in _matrices(module, False, 3) if id(w) in names and w.shape[0] > 1]
 
 
 def _of_each(experts: list[nn.Module], named: bool) -> list[nn.Parameter]:
-    """named: they are called experts, and so may be layers or convolutions of any number."""
+    """Return the matrices of each expert. named: they are called experts, so they may have any number of
+    layers or convolutions."""
     own = [_matrices(e, True, *((2, 3, 4, 5) if named else (2,))) for e in experts]
     shapes = {tuple(tuple(w.shape) for w in weights) for weights in own}
     alike = len(own) > 1 and len(shapes) == 1 and len({type(e) for e in experts}) == 1
@@ -122,8 +125,8 @@ def _of_each(experts: list[nn.Module], named: bool) -> list[nn.Parameter]:
 
 
 def _has_router(model: nn.Module, path: str, module: nn.Module, count: int) -> bool:
-    """Whether a matrix with a row for each expert stands beside them: no bias, which may have a row for each
-    head."""
+    """Return whether a matrix with a row for each expert stands beside them. A bias does not count,
+    because it may have a row for each head."""
     parent = path.rpartition(".")[0]
     for holder in (module, model.get_submodule(parent)):
         for name, p in holder.named_parameters():
@@ -138,18 +141,19 @@ def _has_router(model: nn.Module, path: str, module: nn.Module, count: int) -> b
 
 
 class Watch:
-    """The calls of one compiled callable: those that Dynamo compiles something for are looked at."""
+    """Watches the calls of one compiled callable. Calls for which Dynamo compiles something are inspected."""
 
     def __init__(self, context: OptimizeContext, model: nn.Module, strict: bool) -> None:
         self._context, self.strict = context, strict
         self.model = weakref.ref(model)
         self.first = True
         self.hook = around(lambda _: self._enter, lambda: _nothing)
-        """For Dynamo, which calls it before each call, and what it returns after."""
+        """The hook that Dynamo calls before each call. Dynamo calls the function that it returns after the
+        call."""
 
     def _enter(self) -> Callable[[], None]:
-        """Begin a call. What is asked of the model may take long: of a later call it is asked at its end, if
-        something was compiled."""
+        """Begin a call. Inspecting the model may take long, so later calls inspect it only at their end,
+        if something was compiled."""
         if torch.compiler.is_compiling() or (self.first and _waits(self.model())):
             return _nothing
         call = _Call(self)
@@ -157,13 +161,13 @@ class Watch:
         return call.exit
 
     def close(self) -> None:
-        """Watch no more: it was said once."""
+        """Stop watching after the warning."""
         if self.hook in self._context.enter_exit_hooks:
             self._context.enter_exit_hooks.remove(self.hook)
 
 
 class _Call:
-    """One call of what is watched, with what was found in its graphs."""
+    """One watched call, with the findings in its graphs."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -180,7 +184,8 @@ class _Call:
         self.inputs |= {id(x) for x in inputs if isinstance(x, nn.Parameter)}
 
     def exit(self) -> None:
-        """End the call; tell of experts that none of its graphs has, or raise RuntimeError with "strict"."""
+        """End the call. Warn about experts that are in none of its graphs, or raise RuntimeError with
+        "strict"."""
         stack = _stack()
         if self in stack:
             del stack[stack.index(self) :]
@@ -222,11 +227,11 @@ def has_experts(x: object) -> bool:
 
 
 _told_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""Modules with experts of which it was said that they run in Python."""
+"""Modules with experts that a warning has already named."""
 
 
 def _not_told(model: nn.Module, names: Iterable[str]) -> bool:
-    """Whether nothing was said of these yet; from now on it was."""
+    """Return whether no warning has named these yet, and mark them as named."""
     modules = dict(model.named_modules())
     holders = {modules.get(name, model) for name in names}
     new = holders.isdisjoint(_told_of)
@@ -235,8 +240,8 @@ def _not_told(model: nn.Module, names: Iterable[str]) -> bool:
 
 
 def note_left(given: Iterable[object], error: BaseException) -> None:
-    """Note that a function with these arguments runs in Python. The watched call tells it at its end; without
-    one it is told here, where the experts are a module's own, and so in no function called from it."""
+    """Note that a function with these arguments runs in Python. A watched call reports it at its end.
+    Without one it is reported here, but only if the experts belong to the module itself."""
     cause = error.__cause__ or error
     stack = innermost(getattr(cause, "real_stack", ()))
     why = reason_of(str(cause) or str(error) or type(error).__name__)
@@ -330,8 +335,8 @@ WHOLE = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 
 
 def _model_of(fn: object) -> nn.Module | None:
-    """The module that a call runs as a whole; a method of it may run a part."""
+    """Return the module that a call runs as a whole. A method of it may run only a part."""
     if isinstance(fn, nn.Module):
-        return None  # wrapped once more, by its method
+        return None  # its method is wrapped, too
     owner = getattr(fn, "__self__", None)
     return owner if isinstance(owner, nn.Module) and getattr(fn, "__name__", "") in WHOLE else None

@@ -1,9 +1,9 @@
-"""Modules compiled with this backend that run in a graph of another: said once.
+"""Warns once about modules compiled with this backend that run in a graph of another backend.
 
-Where a compiled module calls another, Dynamo makes one graph of both and calls the outer backend alone. So
-the inner module runs in its own weights. The graph tells: Dynamo's source of a weight names each module on
-the way to it, and its guards name each compiled function that it looked into. A warning names those that this
-backend compiled; with "strict" it is an error.
+If a compiled module calls another one, Dynamo makes one graph of both and calls only the outer backend. The
+inner module then runs with its original weights. The graph shows it: Dynamo's source of a weight names each
+module on the way to it, and its guards name each compiled function that it looked into. The warning names
+those that this backend compiled. With "strict" it is an error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OUTSIDE = ("attention", "dense", "head", "linear")
 _compiled: weakref.WeakKeyDictionary[Function, Mapping[str, object]] = weakref.WeakKeyDictionary()
 """Functions that torch.compile returned for this backend, with their options."""
 _told_of: weakref.WeakSet[nn.Module | Function] = weakref.WeakSet()
-"""Modules and functions of which it was said that they run in their own weights."""
+"""Modules and functions that a warning has already named."""
 
 
 class _Inner(NamedTuple):
@@ -101,7 +101,7 @@ def _name(backend: object) -> str:
 
 
 def _tell(output: OutputGraph, gm: fx.GraphModule) -> None:
-    """Warn of what in this graph asks for 4 bits, or raise if some of it is "strict"."""
+    """Warn about modules in this graph that ask for 4 bits, or raise if one of them is "strict"."""
     found = [inner for inner in _inner(output, gm) if _would_change(inner)]
     new = [inner for inner in found if inner.thing not in _told_of]
     strict = any(inner.options.get("strict") is True for inner in found)
@@ -138,7 +138,7 @@ def _inner(output: OutputGraph, gm: fx.GraphModule) -> Iterator[_Inner]:
 
 
 def _called_module(code: CodeType) -> str:
-    """Dynamo's name of the module that a frame is a call of: nothing in the frame calls it."""
+    """Return Dynamo's name of the module whose call is this frame. Nothing inside the frame calls it."""
     return f"L['{code.co_varnames[0]}']" if code.co_name in left_out.WHOLE and code.co_varnames else ""
 
 
@@ -167,7 +167,8 @@ def _by_this_backend(value: Any) -> Function | None:
 
 
 def _would_change(inner: _Inner) -> bool:
-    """Whether a module may have something for 4 bits: a dense one runs as it would with this backend."""
+    """Return whether a module may have weights for 4 bits. A dense module would run the same with this
+    backend."""
     if not isinstance(inner.thing, nn.Module):
         return True
     if any(inner.options.get(kind) not in (None, False, "keep") for kind in _OUTSIDE):

@@ -1,13 +1,13 @@
-"""Loops over as many numbers of rows as the largest id says, captured as loops over all experts.
+"""Lets Dynamo capture loops over `bincount` without `minlength` as loops over all experts.
 
     counts = torch.bincount(ids).tolist()
     ends = torch.bincount(ids).cpu().numpy().cumsum(0)
     for e, end in enumerate(ends): ...  # rows[ends[e - 1]:end]
 
-`bincount` without `minlength` has no number for experts after the last one that any id names. Where `topk`
-chose the ids from E experts, such a list is traced with E numbers, the last of which may be 0. Then a loop
-over it has more rounds; each is proved to do nothing where its expert has no rows (`branches.py`,
-`empty_rows.py`). Of the list nothing else is asked: neither its length nor, but for sums, single numbers.
+`bincount` without `minlength` has no number for experts after the largest id. If `topk` chose the ids from E
+experts, such a list is traced with E numbers, the last of which may be 0. A loop over it then has more
+rounds; each is proved to do nothing if its expert has no rows (`branches.py`, `empty_rows.py`). The program
+must not use the list in any other way: not its length and, except for sums, no single numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def as_list(method: Method) -> Method:
-    """`tolist()` of counts without end, and of sums of counts."""
+    """Capture `tolist()` of counts without `minlength`, and of their sums."""
 
     def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = _list(tx, self) if not args and not kwargs else None
@@ -43,7 +43,7 @@ def as_list(method: Method) -> Method:
 
 
 def as_array(method: Method) -> Method:
-    """`numpy()` of the same, if the array goes into loops only."""
+    """Capture `numpy()` of the same, if the array is only used in loops."""
 
     def numpy(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = _list(tx, self, always=True) if not args and not kwargs else None
@@ -53,7 +53,7 @@ def as_array(method: Method) -> Method:
 
 
 def of_array(method: Method) -> Method:
-    """`array.cumsum(0)`, which goes into loops only. For variables of NumPy's arrays."""
+    """Capture `array.cumsum(0)` that is only used in loops. For variables of NumPy's arrays."""
 
     def call_method(
         self: Variable, tx: Tracer, name: str, args: Sequence[Variable], kwargs: dict[str, Variable]
@@ -68,7 +68,7 @@ def of_array(method: Method) -> Method:
 
 
 def one_expert(method: Handler) -> Handler:
-    """A round of a loop over such a list: one for each of its numbers."""
+    """Trace one round of a loop over such a list for each of its numbers."""
 
     def for_iter(tx: Tracer, inst: Instruction) -> None:
         after = tx.instruction_pointer
@@ -91,7 +91,7 @@ def one_expert(method: Handler) -> Handler:
 
 
 def _list(tx: Tracer, v: Variable, summed: bool = False, always: bool = False) -> Variable | None:
-    """A list of Python's numbers for counts. always: also of such that have an end, in loops."""
+    """Return a list of Python numbers for counts. always: also for counts with `minlength`, in loops."""
     here, node = tx.instructions[tx.instruction_pointer - 1], v.as_proxy().node
     source, sums = _source(node)
     ids = _open_ids(source)
@@ -113,7 +113,7 @@ _UNCHANGED = ("to", "long", "int", "cpu", "clone", "contiguous", "detach", "view
 
 
 def _source(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The counts that `node` has, in another form, and whether it has their sums."""
+    """Return the counts that `node` holds in another form, and whether it holds their sums."""
     sums = False
     while node.args and isinstance(node.args[0], fx.Node) and isinstance(example(node), torch.Tensor):
         name, x = called(node), example(node)
@@ -128,7 +128,7 @@ def _source(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 def _open_ids(counts: fx.Node) -> fx.Node | None:
-    """The ids, chosen from a known number of experts, that `bincount(ids)` counts."""
+    """Return the ids that `bincount(ids)` counts, if they were chosen from a known number of experts."""
     binned = named(counts, ("bincount",), ("input", "weights", "minlength"))
     if not binned or binned.get("weights") is not None:
         return None

@@ -1,10 +1,10 @@
-"""How many rows each expert has, as Python's numbers, and what programs do with them.
+"""Captures the number of rows of each expert as Python numbers, and the ways in which programs use them.
 
 `counts.tolist()` is captured for `rows.split(counts)`. So are slices `rows[start : start + n]` whose bounds
-add such numbers up: they are the parts of `rows.split(counts)`, if there are as many rows as were counted.
-`counts.numpy()`, of which a program only takes one number after the other, stands for the list. Where such
-numbers stay tensors (`for n in counts:`, `ends = counts.cumsum(0)`), what Python asks of them is answered by
-the same numbers (`number_of`).
+are sums of such numbers: they are the parts of `rows.split(counts)` if there are as many rows as were
+counted. `counts.numpy()` is captured as that list if the program only takes one number after another. If such
+numbers stay tensors (`for n in counts:`, `ends = counts.cumsum(0)`), the same numbers answer Python's
+questions about them (`number_of`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def as_numbers(method: Callable[..., ListVariable]) -> Method:
-    """`tolist()` of how many rows each expert has is captured; any other is not."""
+    """Capture `tolist()` of the row counts of experts, and of no other tensor."""
 
     def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         node = self.as_proxy().node
@@ -59,8 +59,8 @@ def as_numbers(method: Callable[..., ListVariable]) -> Method:
 
 
 def number_of(tx: Tracer, v: Variable) -> Variable | None:
-    """The number of Python's that a tensor without dimensions is, if that is how many rows one or several
-    experts have together, or whether that is 0."""
+    """Return the Python number of a tensor without dimensions, if it is the row count of one or several
+    experts together, or whether that is 0."""
     if not isinstance(v, api.TensorVariable):
         return None
     x = example(v.as_proxy().node)
@@ -95,7 +95,8 @@ _OPERATIONS = {name: getattr(operator, name) for name in ("add", "sub", "eq", "n
 
 
 def elements(tx: Tracer, node: fx.Node) -> list[Variable] | None:
-    """The numbers in a tensor of one dimension: counts, their sums up to each expert, and these after a 0."""
+    """Return the numbers in a tensor of one dimension: counts, their sums up to each expert, or these
+    after a 0."""
     if example(node).dim() != 1 or writes_to([node], since(node)):
         return None
     name, known = called(node), session(tx.output).elements
@@ -135,7 +136,7 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def asks_for_numbers(method: Handler) -> Handler:
-    """`if n == 0:`, of a number of rows that is a tensor."""
+    """Answer `if n == 0:` for a row count that is a tensor."""
 
     def jump(tx: Tracer, inst: Instruction) -> None:
         asked = number_of(tx, tx.stack[-1])
@@ -147,7 +148,7 @@ def asks_for_numbers(method: Handler) -> Handler:
 
 
 def as_number(method: Method) -> Method:
-    """`n.item()`, which slices ask for, too."""
+    """Answer `n.item()`, which slices call, too."""
 
     def item(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
         found = number_of(tx, self) if not args and not kwargs else None
@@ -169,7 +170,7 @@ def as_array(method: Method) -> Method:
 
 
 def _expert(tx: Tracer, rows: Variable, start: Variable, stop: Variable) -> tuple[Counted, int] | None:
-    """Whose rows `rows[start:stop]` of Dynamo's variables are, if these are one expert's."""
+    """Return the expert whose rows `rows[start:stop]` are, if they belong to one expert."""
     known = session(tx.output).counted
     if not known or not isinstance(rows, api.TensorVariable):
         return None
@@ -185,7 +186,7 @@ def _expert(tx: Tracer, rows: Variable, start: Variable, stop: Variable) -> tupl
 
 
 def _part(tx: Tracer, rows: Variable, start: Variable, stop: Variable) -> Variable | None:
-    """`rows[start:stop]` of Dynamo's variables, if these are one expert's."""
+    """Return `rows[start:stop]` if the rows belong to one expert."""
     found = _expert(tx, rows, start, stop)
     if found is None:
         return None
@@ -206,7 +207,7 @@ def _ends(at: Variable) -> list[Variable]:
 
 
 def subscripts(method: Handler) -> Handler:
-    """`rows[start:stop]`, a slice in one variable."""
+    """Handle `rows[start:stop]` with the slice in one variable."""
 
     def subscript(tx: Tracer, inst: Instruction) -> None:
         found = None
@@ -222,7 +223,7 @@ def subscripts(method: Handler) -> Handler:
 
 
 def slices(method: Handler) -> Handler:
-    """The same from Python 3.12 on, with a slice in two."""
+    """Handle the same from Python 3.12 on, with the slice in two variables."""
 
     def slice_(tx: Tracer, inst: Instruction) -> None:
         found = _part(tx, *(v.realize() for v in tx.stack[-3:])) if session(tx.output).counted else None
@@ -235,8 +236,9 @@ def slices(method: Handler) -> Handler:
 
 
 def stores(method: Handler) -> Handler:
-    """`rows[start:stop] = y`, with a slice in one variable or, from Python 3.12 on, in two. When the rows of
-    all experts are written, they are once more, joined: that can be read in the graph."""
+    """Handle `rows[start:stop] = y`, with the slice in one variable or, from Python 3.12 on, in two. After
+    the rows of all experts are written, they are written once more, joined, which can be read in the
+    graph."""
 
     def store(tx: Tracer, inst: Instruction) -> None:
         in_two = inst.opname == "STORE_SLICE"
@@ -283,7 +285,7 @@ def _join_when_complete(tx: Tracer, counts: Counted, expert: int, rows: Variable
 
 
 def _source(node: fx.Node) -> list[fx.Node]:
-    """`node`, and what it has its elements from, on whatever device."""
+    """Return `node`, and the nodes that its elements come from, on any device."""
     chain = same_elements(node)
     while called(chain[-1]) == "cpu":
         chain += same_elements(operand(chain[-1]))
@@ -291,7 +293,7 @@ def _source(node: fx.Node) -> list[fx.Node]:
 
 
 def _are_counts(node: fx.Node) -> bool:
-    """Whether a tensor looks like the number of rows of each expert; whether it is one is proved later."""
+    """Return whether a tensor looks like the row counts of experts. A later proof decides."""
     source = _source(node)[-1]
     counts = named(source, ("bincount",), ("input", "weights", "minlength"))
     binned = bool(counts)
@@ -313,7 +315,7 @@ _ZEROS = ("zeros", "new_zeros", "zeros_like")
 
 
 def _ids_counted(node: fx.Node) -> fx.Node | None:
-    """The ids of all rows, how many of which name each expert `node` certainly holds."""
+    """Return the ids of all rows, if `node` certainly counts how many of them name each expert."""
     chain = _source(node)
     source, ids = chain[-1], None
     binned = named(source, ("bincount",), ("input", "weights", "minlength"))
@@ -339,7 +341,7 @@ def _ids_counted(node: fx.Node) -> fx.Node | None:
 
 
 def _ids_of(histogram: dict[str, Any]) -> fx.Node | None:
-    """The ids, chosen from as many experts as there are bins, that a histogram counts."""
+    """Return the ids that a histogram counts, if they were chosen from as many experts as it has bins."""
     ids = histogram["input"]
     while called(ids) in ("float", "to", "view", "reshape", "flatten") and isinstance(ids.args[0], fx.Node):
         ids = ids.args[0]
@@ -349,7 +351,7 @@ def _ids_of(histogram: dict[str, Any]) -> fx.Node | None:
 
 
 def _scattered(node: fx.Node) -> fx.Node | None:
-    """ids [T, k] if node is zeros [T, E] with a 1 put at each token's ids, which are distinct."""
+    """Return ids [T, k] if node is zeros [T, E] with a 1 at each token's ids, which are distinct."""
     put = _put(node)
     zeros = put["input"] if put else node
     if called(zeros) not in _ZEROS:
@@ -374,7 +376,7 @@ def _put(node: fx.Node) -> dict[str, Any]:
 
 
 def _distinct(ids: fx.Node) -> bool:
-    """Whether the ids of a token, or some of them, were chosen by `topk` along the last dimension."""
+    """Return whether the ids of a token, or some of them, were chosen by `topk` along the last dimension."""
     node = ids
     while True:
         chain = same_elements(node)

@@ -1,7 +1,8 @@
-"""`token.tolist()` that only indexes tensors: `x[None, token_list]`, as old remote code of Mixtral has it.
+"""Lets Dynamo capture `token.tolist()` that only indexes tensors: `x[None, token_list]`, as in Mixtral's old
+remote code.
 
-A list of as many numbers as only the data knows cannot be captured. Where it is nothing but an index, the
-tensor that it was says the same.
+A list with a data-dependent number of entries cannot be captured. If it is only used as an index, the
+original tensor gives the same result.
 """
 
 from __future__ import annotations

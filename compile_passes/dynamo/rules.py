@@ -1,11 +1,11 @@
-"""How a rule of ours becomes part of Dynamo without ever being in the way of a program that runs without it.
+"""Adds our rules to Dynamo such that they never stop a program that runs without them.
 
-A rule is a function that takes one of Dynamo's functions and returns what stands in its place.
+A rule is a function that takes one of Dynamo's functions and returns its replacement.
 
-- A rule for tracing (`while_tracing`) runs in graphs for backends with `sees_through_branches`. Others
-  get Dynamo's own function. Where tracing fails in a way that Dynamo does not foresee, or fails although no
-  graph break is allowed, a rule may be why: `without_rules` has the function traced once more without rules.
-  What fails then is Dynamo's own failure.
+- A rule for tracing (`while_tracing`) runs in graphs for backends with `sees_through_branches`. Others get
+  Dynamo's own function. If tracing fails in a way that Dynamo does not expect, or fails although no graph
+  break is allowed, a rule may be the cause. `without_rules` then traces the function again without rules. If
+  that fails, too, the failure is Dynamo's own.
 - A rule around tracing (`around`) does something before or after Dynamo's function. If that fails, the result
   or the error of Dynamo's function stands.
 """
@@ -38,7 +38,7 @@ Rule: TypeAlias = "Callable[[Function], Function]"
 
 _FORESEEN = (RestartAnalysis, SkipFrame, BackendCompilerFailed)
 _BREAKS = (Unsupported, UserError)
-"""Errors that break the graph, or leave the function to Python, where that is allowed."""
+"""Errors that break the graph or leave the function to Python, if that is allowed."""
 
 
 # --- while Dynamo traces ---
@@ -47,8 +47,8 @@ _BREAKS = (Unsupported, UserError)
 def while_tracing(
     rule: Rule, method: Function, output_of: Callable[..., OutputGraph], always: bool = False
 ) -> Function:
-    """`rule(method)` in our graphs, `method` in others. output_of: Dynamo's output, from the first two
-    arguments of a call. always: also where a function is traced once more without rules."""
+    """Apply `rule(method)` in our graphs and `method` in others. output_of: returns Dynamo's output, given
+    the first two arguments of a call. always: also while a function is traced again without rules."""
     ruled = rule(method)
 
     @functools.wraps(method)
@@ -61,13 +61,13 @@ def while_tracing(
 
 
 def failure(tracer: Tracer | None) -> str | None:
-    """Why rules apply no more to the function that is traced; None if they do."""
+    """Return why rules no longer apply to the function that is traced; None if they do."""
     shared = getattr(tracer, "speculation_log", None)
     return None if shared is None else attempts(shared).failure
 
 
 def without_rules(tracer: Tracer, error: Exception) -> None:
-    """Has Dynamo trace one of our functions again, without rules, if one of them may be why it failed."""
+    """Have Dynamo trace one of our functions again without rules, if a rule may be why it failed."""
     if not session(tracer.output).is_ours or failure(tracer) is not None or isinstance(error, _FORESEEN):
         return
     if isinstance(error, _BREAKS) and may_break(tracer):
@@ -81,8 +81,8 @@ def without_rules(tracer: Tracer, error: Exception) -> None:
 
 
 def tell_failure(given: Sequence[Any], error: Exception | None = None) -> None:
-    """Says that a function was traced without rules. given: the arguments of `trace_frame`. error: what ended
-    it; the same error as with rules was no rule's fault."""
+    """Report that a function was traced without rules. given: the arguments of `trace_frame`. error: the
+    error that ended it. If it is the same as with rules, no rule caused it."""
     why = next((attempts(a).failure for a in given if has_attempts(a)), None)
     if why is None or isinstance(error, RestartAnalysis) or (error is not None and _named(error) == why):
         return
@@ -116,7 +116,7 @@ class _Calls(threading.local):
 
 
 def around(rule: Rule, method: Function) -> Function:
-    """`rule(method)`, or what `method` gives where the rule fails."""
+    """Apply `rule(method)`, or return the result of `method` if the rule fails."""
     calls = _Calls()
 
     def recorded(*args: object, **kwargs: object) -> object:

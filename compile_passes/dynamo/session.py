@@ -1,6 +1,6 @@
-"""State of the rules: in one output graph of Dynamo's, and in all attempts to trace one function.
+"""Holds the state of the rules: for one output graph of Dynamo's, and for all attempts to trace one function.
 
-Both are kept on Dynamo's own objects, one attribute each, and so live as long as these.
+Both are stored on Dynamo's own objects, in one attribute each, and live as long as these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Place = tuple[CodeType, int]
 
 @dataclass
 class Counted:
-    """The numbers of rows of all experts, as Dynamo has them, and what they add up to."""
+    """The row counts of all experts, as Dynamo has them, and their sum."""
 
     numbers: list[SymNodeVariable]
     total: int | torch.SymInt
@@ -41,7 +41,7 @@ class Counted:
         return [n.sym_num.node.expr for n in self.numbers]
 
     def between(self, start: sympy.Expr, stop: sympy.Expr) -> int | None:
-        """The expert whose rows, of rows sorted by expert, begin and end there."""
+        """Return the expert whose rows, among rows sorted by expert, begin and end at these positions."""
         before: sympy.Expr = sympy.Integer(0)
         for e, n in enumerate(self.expressions()):
             if before == start and before + n == stop:
@@ -65,11 +65,11 @@ class Numbers(NamedTuple):
     rows: list[Variable]
     shown: list[Variable]
     is_open: bool
-    """Whether the program's own list may be shorter."""
+    """True if the program's own list may be shorter."""
 
 
 class OpenList(NamedTuple):
-    """A list of numbers that the program itself may have shorter."""
+    """A list of numbers that may be shorter in the program itself."""
 
     tx: Tracer
     begins: Instruction
@@ -79,7 +79,7 @@ class OpenList(NamedTuple):
 
 @dataclass
 class Session:
-    """Knowledge of the rules in one output graph."""
+    """The state of the rules in one output graph."""
 
     is_ours: bool
     """Whether the graph is for a backend with `sees_through_branches`."""
@@ -87,13 +87,13 @@ class Session:
     """Whether some nodes have a known value (known_values.py)."""
     counted: list[Counted] = field(default_factory=list)
     numbers: dict[fx.Node, Variable] = field(default_factory=dict)
-    """Tensors that Dynamo has as Python's numbers, too."""
+    """Tensors that Dynamo also has as Python numbers."""
     elements: dict[fx.Node, list[Variable]] = field(default_factory=dict)
     """The same for tensors of one dimension."""
     grown: list[Grown] = field(default_factory=list)
     open_lists: list[OpenList] = field(default_factory=list)
     added_guards: list[Guard] = field(default_factory=list)
-    """Guards of earlier attempts, which are not Dynamo's own."""
+    """Guards from earlier attempts. They are not Dynamo's own."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Attempts:
     kept: set[Place] = field(default_factory=set)
     """Branches and loops that stay as they are."""
     failure: str | None = None
-    """Why rules apply no more."""
+    """The reason why rules no longer apply."""
 
 
 _SESSION, _ATTEMPTS = "_fp4_session", "_fp4_attempts"
@@ -119,7 +119,7 @@ def session(output: OutputGraph) -> Session:
 
 
 def attempts(speculation_log: object) -> Attempts:
-    """Return what the attempts share that share this SpeculationLog."""
+    """Return the state that the attempts with this SpeculationLog share."""
     found: Attempts = vars(speculation_log).setdefault(_ATTEMPTS, Attempts())
     return found
 
@@ -142,7 +142,7 @@ def frames(tx: Tracer | None) -> Iterator[Tracer]:
 
 @contextmanager
 def scalar_outputs(output: OutputGraph) -> Iterator[None]:
-    """Numbers of tensors may become numbers of the graph, as a context manager."""
+    """Let numbers of tensors become numbers of the graph, as a context manager."""
     mode = output.fake_mode
     allowed, mode.allow_scalar_outputs = mode.allow_scalar_outputs, True
     try:
@@ -166,5 +166,6 @@ def is_ours(backend: object) -> bool:
 
 
 def is_watched(tx: Tracer) -> bool:
-    """Whether the instructions of a frame are watched, up to where two ways meet (`branches.watch`)."""
+    """Return whether the instructions of a frame are watched up to where two paths meet
+    (`branches.watch`)."""
     return "step" in vars(tx)
