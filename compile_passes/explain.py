@@ -83,7 +83,7 @@ def explain(
 
 
 def _not_captured(frame: Any, breaks: Sequence[Any]) -> str:
-    """One of Dynamo's CompilationMetrics that ended in a failure, or what is like them."""
+    """Describe a frame that Dynamo did not capture, from its CompilationMetrics or a similar object."""
     what = f"{frame.co_name} ({short_path(frame.co_filename)}:{frame.co_firstlineno})"
     cause = inside(frame.co_name, frame.co_filename, frame.fail_user_frame_lineno, breaks)
     if cause is not None:
@@ -108,7 +108,7 @@ def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number
     config = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) == "eager" and not report.bytes_before:
         others = (getattr(m, "_can_set_experts_implementation", None) for m in model.modules())
-        if any(can is not None and can() for can in others):  # not where a model has a loop of its own only
+        if any(can is not None and can() for can in others):  # not if the model only has its own loop
             hints.append(
                 "transformers' eager experts are a loop, which is not recognised in this model: "
                 "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
@@ -143,7 +143,8 @@ def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number
 
 
 def _no_products(model: Any, report: Report) -> list[str]:
-    """For parameters that look like experts in a model of whose graphs nothing is said."""
+    """Return hints for parameters that look like experts, if nothing was reported about the model's
+    graphs."""
     if any(frame.sites or frame.note for frame in report.frames) or not isinstance(model, torch.nn.Module):
         return []
     return [
@@ -156,7 +157,7 @@ def _no_products(model: Any, report: Report) -> list[str]:
 
 
 def _dynamos_hints(failed: Sequence[Any], breaks: Sequence[Any]) -> list[str]:
-    """For each function that Dynamo did not capture, what Dynamo suggests first."""
+    """Return, for each function that Dynamo did not capture, Dynamo's first suggestion."""
     hints: dict[str, None] = {}
     for frame in failed:
         cause = inside(frame.co_name, frame.co_filename, frame.fail_user_frame_lineno, breaks)

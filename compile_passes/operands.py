@@ -1,4 +1,4 @@
-"""Arguments of a node with their types, where fx has one type for all that an argument may be."""
+"""Returns arguments of a node with precise types, because fx has one type for all arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import fx
 
 
 def operand(node: fx.Node, i: int = 0) -> fx.Node:
-    """Argument `i`, which is what another node computes."""
+    """Return argument `i`, which is a node."""
     found = node.args[i]
     if not isinstance(found, fx.Node):
         raise TypeError(f"argument {i} of {node.name} is {found!r}, not a node")
@@ -17,7 +17,7 @@ def operand(node: fx.Node, i: int = 0) -> fx.Node:
 
 
 def integer(node: fx.Node, i: int) -> int:
-    """Argument `i`, which is a number that the graph does not compute."""
+    """Return argument `i`, which is a constant number."""
     found = node.args[i]
     if not isinstance(found, int):
         raise TypeError(f"argument {i} of {node.name} is {found!r}, not an int")
@@ -25,7 +25,7 @@ def integer(node: fx.Node, i: int) -> int:
 
 
 def several(node: fx.Node, i: int) -> Sequence[Any]:
-    """Argument `i`, which is a list: of numbers, or of what other nodes compute."""
+    """Return argument `i`, which is a list of numbers or nodes."""
     found = node.args[i]
     if not isinstance(found, (list, tuple)):
         raise TypeError(f"argument {i} of {node.name} is {found!r}, not a list")

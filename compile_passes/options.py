@@ -63,7 +63,7 @@ _AUTO = {
 
 
 def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
-    """Options of the backend; what is not fp4's own must be Inductor's."""
+    """Parse the options of the backend. Options that are not fp4's own must be Inductor's."""
     given = dict(options or {})
     format = given.pop("format", "nvfp4")
     if format not in FORMATS:
@@ -99,7 +99,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 @functools.cache
 def version_hash() -> str:
-    """Changes when the operators or the passes do: Inductor's caches know nothing of either."""
+    """Return a hash that changes when the operators or the passes change. Inductor's caches do not know
+    about these."""
     meta, passes = Path(str(formats.__file__)).parent, Path(__file__).parent
     package = Path(str(_library.__file__)).parent
     digest = hashlib.sha256(torch.__version__.encode())

@@ -31,7 +31,7 @@ def _always(_: object) -> bool:
 
 @dataclass(frozen=True)
 class Pass(Generic[State]):
-    """`run` changes a graph, or adds to what passes hand on; it is left out where `when` is false."""
+    """`run` changes a graph, or adds to the state that passes share. It is skipped if `when` is false."""
 
     name: str
     run: Callable[[State], None]
@@ -75,7 +75,7 @@ class PassLog:
 
     @contextlib.contextmanager
     def timed(self, name: str, graph: fx.Graph) -> Iterator[list[fx.Graph]]:
-        """The block is a run of pass `name`. If it makes a new graph, it puts that into the list."""
+        """Time the block as a run of pass `name`. If it makes a new graph, it puts that into the list."""
         self.current, nodes = name, len(graph.nodes)
         if not self.runs:
             self._write("input", graph)
@@ -91,7 +91,7 @@ class PassLog:
         self.current = ""
 
     def _write(self, name: str, graph: fx.Graph) -> None:
-        """The graph as it is now, unless nobody asks for it or the pass left it as it was."""
+        """Write the current graph, unless nobody asked for it or the pass did not change it."""
         from ..meta.torch_internals import inductor_config
 
         files, trace = inductor_config.trace.enabled, bool(logging_internals.trace_log.handlers)

@@ -1,6 +1,6 @@
 """The passes that a captured graph goes through, in order: PASSES.
 
-Operators take the place of what recognition proved, best tier first: whole blocks, then single products.
+Operators replace what recognition proved, best tier first: whole blocks, then single products.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rewritten:
 
 @dataclass
 class _State:
-    """State that the passes of a graph hand on."""
+    """State that the passes of a graph share."""
 
     gm: fx.GraphModule
     facts: Facts
@@ -84,7 +84,7 @@ class _State:
     routed: set[fx.Node] = field(default_factory=set)
     """Batched products that something routes rows to."""
     unrouted: dict[fx.Node, Refusal] = field(default_factory=dict)
-    """Products that experts could have, each with the reason why it counts as none."""
+    """Products that could be experts', each with the reason why it does not count as one."""
     also: list[str] = field(default_factory=list)
     rewritten: Rewritten | None = None
 
@@ -115,7 +115,7 @@ def _read_past_writes(s: _State) -> None:
 
 
 def _decode(s: _State) -> None:
-    """Codes that the model decodes by itself are weights, too."""
+    """Find weights that the model decodes from codes by itself."""
     decode_to_operator(s.gm.graph, s.facts, s.fake_mode)
 
 
@@ -126,7 +126,7 @@ def _find(s: _State) -> None:
 
 
 def _mixtures(s: _State) -> None:
-    """Mixtures of experts, in whatever way they are written. `s.products` come later, each alone."""
+    """Rewrite mixtures of experts, however they are written. `s.products` come later, one by one."""
     graph, writer, others = s.gm.graph, s.writer, set(s.writer.slots)
     taken: set[fx.Node] = set()
     reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.facts.fixed))
@@ -162,7 +162,8 @@ def _mixtures(s: _State) -> None:
 def _without_router(
     s: _State, blocks: list[tuple[list[fx.Node], Mixture | Refusal]]
 ) -> dict[fx.Node, Refusal]:
-    """Down products of blocks that are like experts' and meet no router; `s.routed` gets what meets one."""
+    """Return down products of blocks that look like experts but meet no router. `s.routed` gets those that
+    meet one."""
     evidence, graph = s.evidence, s.gm.graph
     assert evidence is not None and s.search is not None
     found: dict[fx.Node, Refusal] = {}
@@ -182,7 +183,7 @@ def _without_router(
 
 
 def _batched(s: _State) -> None:
-    """Products of buffers that have as many rows for each expert."""
+    """Rewrite products of buffers with equally many rows for each expert."""
     graph, search = s.gm.graph, s.search
     assert search is not None
     routed, told = s.routed, s.unrouted
@@ -211,7 +212,7 @@ def _linears(s: _State) -> None:
 
 
 def _products(s: _State) -> None:
-    """Single products of sorted rows or gathered weights that no block has taken."""
+    """Rewrite single products of sorted rows or gathered weights that belong to no block."""
     alive = set(s.gm.graph.nodes)
     refusals = [r for r in s.found if isinstance(r, Refusal) and r.node in alive]
     s.unrouted = {n: r for n, r in s.unrouted.items() if n in alive}
@@ -239,7 +240,8 @@ def _products(s: _State) -> None:
 
 
 def _why_not_packed(s: _State, product: Product) -> Refusal | None:
-    """Why a single product is no expert's: its ids or offsets are constant, or a router."""
+    """Return a refusal if a single product is not an expert's: its ids or offsets are constant, or it is a
+    router."""
     assert s.evidence is not None
     weight, route = product.weight, product.ids if product.offs is None else product.offs
     if s.evidence.is_router(product.node):
@@ -249,7 +251,7 @@ def _why_not_packed(s: _State, product: Product) -> Refusal | None:
 
 
 def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
-    """Products that no operator can take are told of only if they are experts'."""
+    """Report products that no operator supports only if they are experts'."""
     assert s.evidence is not None
     for node in refused:
         if node in s.unrouted or not is_op(node, aten.bmm):
@@ -260,11 +262,11 @@ def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
 
 
 def _why_not_read(s: _State, product: Product) -> Refusal | None:
-    """Why a product that another feeds is not read as the end of a block."""
+    """Return why a product whose input is another product's output is not the end of a block."""
     assert s.search is not None
     read = s.search.reader.refusals
     between, todo, feeds = {product.node}, [product.a], False
-    while todo and len(between) < 64:  # an activation is a handful of nodes
+    while todo and len(between) < 64:  # an activation has only a few nodes
         node = todo.pop()
         if node not in between and node.op == "call_function":
             between.add(node)
@@ -290,7 +292,7 @@ def _step_linears(s: _State) -> None:
 
 
 def _inputs(s: _State) -> None:
-    """Packed weights are new inputs, and inputs that nothing reads any more go."""
+    """Add packed weights as inputs, and remove inputs that nothing reads any more."""
     sweep(s.gm.graph)
     _no_stand_in_is_left(s)
     s.writer.check_uses()
@@ -324,11 +326,11 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass("strides", _strides, when=lambda s: s.rewritten is not None),
 )
-"""All that happens to a captured graph, in order."""
+"""All passes over a captured graph, in order."""
 
 
 def _stay_together(block: Mixture, facts: Facts) -> None:
-    """All weights of a block stay if one must."""
+    """Keep all weights of a block in their original form if one of them must stay."""
     weights = block.weights
     why = next((r for n in weights if (r := facts.why_not_own(n, block.root)) is not None), None)
     if why is not None:

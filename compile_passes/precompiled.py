@@ -1,7 +1,7 @@
-"""Graphs that are saved and loaded: `torch.compile(model, backend="fp4", ...).forward.aot_compile(...)`.
+"""Saves and loads graphs: `torch.compile(model, backend="fp4", ...).forward.aot_compile(...)`.
 
-torch keeps what Inductor compiled; beside it stand here which arguments it takes and how weights are packed.
-The weights are the loading process' own, and are packed there at the first call.
+torch saves what Inductor compiled. This module adds which arguments it takes and how weights are packed. The
+weights belong to the loading process and are packed there at the first call.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
 
 
 def _reasons(report: Frame) -> str:
-    """Why nothing was rewritten."""
+    """Return the reasons why nothing was rewritten."""
     left = [*(s for s in report.sites if not s.rewritten), *report.unrouted]
     reasons = [f"{s.reason} ({s.where}). Change: {s.change}" for s in left]
     own = Counter(s.op for s in report.sites if s.op is not None)
@@ -118,7 +118,7 @@ def _value(program: ExportedProgram, spec: Any) -> torch.Tensor:
 
 
 def _constants_first(gm: fx.GraphModule, constants: list[fx.Node]) -> None:
-    """Placeholders in the order in which RewrittenProgram passes them."""
+    """Put placeholders into the order in which RewrittenProgram passes them."""
     first = gm.graph.find_nodes(op="placeholder")[0]
     anchor = None
     for node in constants:

@@ -336,7 +336,7 @@ class Refusal:
 
 
 class Refused(Exception):
-    """A step of a proof does not hold; what it is about stays as it is."""
+    """A step of a proof does not hold. The place in the graph stays as it is."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal)
@@ -347,7 +347,7 @@ class Refused(Exception):
 
 
 def need(condition: Any, kind: Kind, node: fx.Node | None, *facts: Any) -> None:
-    """One step of a proof. A symbolic condition must hold for all sizes; nothing is ever guarded on."""
+    """Check one step of a proof. A symbolic condition must hold for all sizes. Nothing is ever guarded on."""
     if not statically_known_true(condition):
         raise Refused(Refusal(kind, node, facts))
 
@@ -361,7 +361,7 @@ def refuse(kind: Kind, node: fx.Node | None, *facts: Any) -> NoReturn:
 
 @singledispatch
 def words(fact: Any) -> str:
-    """Return a fact in the user's words. A room registers how its own types of facts are told."""
+    """Return a fact in the user's words. Each folder registers how its own types of facts are printed."""
     return str(fact)
 
 

@@ -131,7 +131,8 @@ def left_alone(refusal: Refusal) -> Site:
 
 
 def each_told_once(refusals: Iterable[Refusal]) -> list[Refusal]:
-    """Return one of those that a reader cannot tell apart, such as the same line's for each expert."""
+    """Return one refusal of each group that a reader cannot distinguish, such as the same line's for each
+    expert."""
     return list({left_alone(r): r for r in refusals}.values())
 
 
@@ -150,8 +151,8 @@ class Frame:
     not_compiled: str = ""
     """The error, if Inductor could not compile the rewritten graph in this process: it runs as captured."""
     unrouted: list[Site] = field(default_factory=list)
-    """Products that experts could have, in which nothing shows experts: no router, no name. They stay as they
-    are, as the linear layers do, and nothing warns of them."""
+    """Products that could be experts', but nothing shows it: no router, no name. They stay as they are,
+    like the linear layers, without a warning."""
     passes: list[PassRun] = field(default_factory=list)
     """Each pass that ran, in order, with its time."""
 

@@ -1,7 +1,7 @@
-"""Batched products, y[e] = a[e] W[e]: each expert has the same number of rows, as in fixed buffers.
+"""Rewrites batched products, y[e] = a[e] W[e]: each expert has the same number of rows, as in fixed buffers.
 
 They become `fp4::grouped_mm_masked` with all rows counted. So does x W[e] for all e at once, written as one
-product of x and a matrix [K, E N], where it makes the rows of a batched down product.
+product of x and a matrix [K, E N], if it computes the rows of a batched down product.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def batched_products(
                     raise Refused(written_to(written[product], product))
         except Refused as why:
             stays[b.node] = why.refusal
-    for down, ups in made_of.items():  # all of an expert, or nothing
+    for down, ups in made_of.items():  # rewrite all products of an expert, or none
         whole = next((stays[up] for up in ups if up in stays), None)
         if whole is not None:
             stays.setdefault(down, whole)
@@ -81,7 +81,7 @@ def batched_products(
 
 
 def _nearest_products(node: fx.Node) -> set[fx.Node]:
-    """The products that these rows are made of."""
+    """Return the products that these rows are computed from."""
     found = reached([node], lambda n: () if is_op(n, *PRODUCTS) else n.all_input_nodes)
     return {n for n in found if is_op(n, *PRODUCTS)}
 
@@ -94,7 +94,7 @@ def _layout(b: Batched) -> str:
 def _before(
     b: Batched, graph: fx.Graph, reader: Reader, matcher: Matcher, found: set[fx.Node]
 ) -> list[fx.Node]:
-    """The gate and up products of a down product, which is in 4 bits only if they are."""
+    """Return the gate and up products of a down product. It is rewritten only if they are."""
     term = reader.value(b.node, 2).term
     down = matcher.linear(term) if matcher.is_down(term) else None
     if down is None:
@@ -125,7 +125,7 @@ def _write(w: Writer, b: Batched, packed: Packed) -> Site:
 
 
 def multiplied(w: Writer, b: Batched, packed: Packed, activations: Activations) -> fx.Node:
-    """[E, T, N]: each expert's rows times its packed weight."""
+    """Write the product [E, T, N] of each expert's rows and its packed weight."""
     weight, call, a, count = w.operands(packed), w.call, b.a, static_int(b.rows)
     if b.shared:
         a = call(aten.reshape.default, a, [-1, b.experts[0][0].k])
@@ -140,7 +140,7 @@ def multiplied(w: Writer, b: Batched, packed: Packed, activations: Activations) 
 
 
 def put_back(writer: Writer, b: Batched, out: fx.Node) -> fx.Node:
-    """[E, T, N] in the shape that the product has."""
+    """Reshape [E, T, N] to the shape of the original product."""
     if b.left:
         return writer.call(aten.transpose.int, out, 1, 2)
     if not b.shared:

@@ -1,7 +1,7 @@
-"""Experts whose values have other users than the block: each product by itself, every one in 4 bits.
+"""Rewrites each product of experts by itself, because something outside the block reads their values.
 
-The weights are packed as for the block (gate and up of an expert as one operand), so they are in 4 bits what
-they would be there. A product with one expert's matrix becomes `fp4::mm`, one with all experts'
+The weights are packed as for the block (gate and up of an expert as one operand), so their 4-bit values are
+the same. A product with one expert's matrix becomes `fp4::mm`, one with those of all experts
 `fp4::grouped_mm_masked`.
 """
 
@@ -28,7 +28,8 @@ FORM = "experts whose outputs have several users, each product by itself"
 
 @dataclass(frozen=True)
 class _Part:
-    """Where row `start + step r` of a parameter's matrix is: row `at + by r` of expert `expert`, r < n."""
+    """The place of a parameter's rows in packed weights: row `start + step r` is row `at + by r` of expert
+    `expert`, r < n."""
 
     operand: int
     expert: int
@@ -85,7 +86,7 @@ class EveryUse:
         return [site]
 
     def _rewrite(self, node: fx.Node) -> str:
-        """The operator that a product became, or nothing."""
+        """Rewrite a product, and return the operator that it became, or ""."""
         if is_op(node, aten.mm, aten.addmm) and all(node.kwargs.get(n, 1) == 1 for n in ("alpha", "beta")):
             bias, a, weight = factors(node)
             matrix = read_matrix(weight, self.reader)
@@ -133,7 +134,8 @@ class EveryUse:
         return self.w.call(aten.slice.Tensor, whole, dim, rows.start, rows.stop, rows.step)
 
     def _find(self, matrices: Sequence[Matrix]) -> tuple[int, int, range] | None:
-        """(operand, expert, rows) of a matrix in what is packed; of those of all experts, the first."""
+        """Return (operand, expert, rows) of a matrix in the packed weights. For the matrices of all
+        experts, those of the first."""
         found: set[tuple[int, range]] = set()
         experts = []
         for matrix in matrices:
@@ -165,7 +167,7 @@ class EveryUse:
 
 
 def _rows(matrix: Matrix, site: fx.Node) -> tuple[tuple[Any, ...], int, int]:
-    """(the parameter and what of it all rows have in common, first row, step)."""
+    """Return (the parameter and the indices that all rows share, first row, step)."""
     at = [place(i, site) for i in matrix.ref.index]
     start, step = next((p[1], p[2]) for p in at if p[0] == "n")
     fixed = tuple(p if p[0] != "n" else ("n",) for p in at)

@@ -53,7 +53,7 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
 
 
 def factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
-    """(bias, a, b) of `mm` or `addmm`."""
+    """Return (bias, a, b) of `mm` or `addmm`."""
     bias = operand(node) if is_op(node, aten.addmm) else None
     return bias, operand(node, len(node.args) - 2), operand(node, len(node.args) - 1)
 
@@ -66,12 +66,12 @@ def _format_asked_for(weight: fx.Node, options: Options) -> str | None:
 
 
 def _same_for_all(a: fx.Node) -> Any:
-    """A key of rows: each F.linear of a tensor has a view of its own."""
+    """Return a key for rows: each F.linear of a tensor has its own view, and all views have the same key."""
     return (operand(a), str(a.args[1:])) if is_op(a, aten.view) else a
 
 
 def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
-    """The matrix [N, K], of a parameter or of one expert's part of it, whose transpose `node` is."""
+    """Return the matrix [N, K] whose transpose `node` is: a parameter, or one expert's part of one."""
     v = reader.value(node, 0)
     if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
         return None

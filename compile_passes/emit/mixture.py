@@ -1,7 +1,8 @@
-"""Emits a Mixture: routing and rows as the operators want them, weights as packed inputs, then one operator.
+"""Emits a Mixture: arranges routing and rows for the operators, adds packed weights as inputs, and writes one
+operator.
 
-A block whose activation the operator knows becomes `fp4::moe`. Any other becomes two `fp4::indexed_mm` over
-(token, choice) rows with the activation, as the model has it, between them.
+A block whose activation the operator supports becomes `fp4::moe`. Any other becomes two `fp4::indexed_mm`
+over (token, choice) rows, with the model's own activation between them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .writer import Operands, Packed, Writer, as_it_is, assemble
 fp4 = torch.ops.fp4
 
 Dimension = int | fx.Node
-"""A size: known, or what the graph computes."""
+"""A size: a number, or a node that computes it."""
 
 
 class Joined(NamedTuple):
@@ -85,10 +86,11 @@ class Emitter:
         self.common = m.common
         self.experts = len(m.branches)
         self.apart = bool(self.common.scales) or self.common.after is not OUT
-        """Rows differ among a token's choices, going in or out: each is a token of its own."""
+        """True if rows differ among a token's choices, at the input or the output. Each is then a token of
+        its own."""
 
     def run(self) -> Site:
-        """Put the operator in place of `m.root`; a Refusal leaves the graph as it was."""
+        """Replace `m.root` by the operator. A Refusal leaves the graph as it was."""
         m, b = self.m, self.common
         act, like = b.act, b.down.ref.node
         device = value(like).device.type
@@ -159,7 +161,7 @@ class Emitter:
         return f"{how} experts in index notation, from {len(self.m.weights)} parameters{after}"
 
     def _for_each_choice(self, x: fx.Node, ids: fx.Node, k: int) -> fx.Node:
-        """x once for each choice of a token, scaled for it."""
+        """Repeat x for each choice of a token, scaled for that choice."""
         b = self.common
         x = self.call(aten.unsqueeze.default, x, 1)
         if b.scales:
@@ -176,12 +178,12 @@ class Emitter:
         return self.call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)
 
     def _nobodys(self, ids: fx.Node) -> fx.Node:
-        """Whether an id is no expert's."""
+        """Write a test whether an id belongs to no expert."""
         low, high = (self.call(op.Scalar, ids, n) for op, n in ((aten.lt, 0), (aten.ge, self.experts)))
         return self.call(aten.logical_or.default, low, high)
 
     def _or_kept(self, out: fx.Node, ids: fx.Node) -> fx.Node:
-        """The output, and what rows that are no expert's keep."""
+        """Return the output, with the kept values in rows that belong to no expert."""
         m = self.m
         rows = [self.element(f, (*m.tokens, m.hidden)) for f in m.kept]
         kept = rows[0]
@@ -221,7 +223,7 @@ class Emitter:
                 UP: self.call(aten.slice.Tensor, h, 1, inter, 2 * inter),
             }
         h = self._pointwise(b.act.term, values)
-        if experts.gain is not None:  # a row of no expert is not read
+        if experts.gain is not None:  # a row that belongs to no expert is not read
             own = self.call(aten.clamp.default, flat, 0, self.experts - 1)
             gains = self._cast(self.call(aten.index.Tensor, experts.gain, [own]), torch.float32)
             h = self.call(aten.mul.Tensor, h, gains)
@@ -233,7 +235,7 @@ class Emitter:
         return self._cast(y, out_dtype)
 
     def _pointwise(self, term: Any, values: dict[Term, fx.Node]) -> Any:
-        """A term of pointwise operators over given tensors."""
+        """Write a term of pointwise operators over given tensors."""
         if not isinstance(term, Term):
             return term
         if term in values:
@@ -265,13 +267,13 @@ class Emitter:
     # --- weights ---
 
     def _layout(self) -> str:
-        """One layout for all weights of the block."""
+        """Return one layout for all weights of the block."""
         parts = {(p.n, p.k) for p in (*self.common.up, self.common.down)}
         return self.w.layout(self.common.down.ref.node, *parts)
 
     def _gate_up(self, layout: str) -> tuple[Packed, bool]:
-        """The weight of gate and up, and whether their rows take turns: as the layout's kernels read them
-        fastest, or else as the parameter has them, or as the activation wants them."""
+        """Return the weight of gate and up, and whether their rows alternate: in the order that the
+        layout's kernels read fastest, or else in the parameter's order, or as the activation needs them."""
         experts, site = self.m.parts(lambda b: b.up), self.m.root
         self.activation = self.common.act.name if self.common.gain is None else ""
         names = same_function(self.activation)
@@ -294,7 +296,8 @@ class Emitter:
         return whole or self.w.pack(experts, layout, site, interleaved=interleaved), interleaved
 
     def _rescaled(self, up: Packed, down: Packed) -> Packed:
-        """`down` with what up lacks when it is stored under gate's global scale (StoredSpec.rescale)."""
+        """Return `down` with the factor that up lacks when it is stored under gate's global scale
+        (StoredSpec.rescale)."""
         a = find_activation(self.activation)
         linear = (
             a is not None and a.gated and a.limit is None and not a.up_offset and not any(self.common.up_bias)
@@ -326,7 +329,7 @@ class Emitter:
         return Joined(sources, JoinSpec(assembly, value(sources[0]).dtype))
 
     def _joined(self, vectors: fx.Node | Joined | None) -> fx.Node | None:
-        """One tensor of the graph: if of several parameters, an input that holds them."""
+        """Return one tensor of the graph. For several parameters it is an input that holds them all."""
         return self.w.slot(*vectors)[0] if isinstance(vectors, Joined) else vectors
 
     # --- tensors of terms ---
@@ -384,12 +387,12 @@ class Emitter:
         return self._reshape(node, [-1, *sizes])
 
     def _tensor(self, ref: Ref) -> fx.Node:
-        """A term over the tokens and the hidden axis, in the root's shape."""
+        """Write a term over the tokens and the hidden axis in the root's shape."""
         m = self.m
         return self._reshape(self.element(ref, (*m.tokens, m.hidden)), self._sizes())
 
     def _expanded(self, node: fx.Node) -> fx.Node:
-        """x once for each token, where a row of the output is one choice of a token."""
+        """Repeat x for each token, if a row of the output is one choice of a token."""
         free = free_axes(self.common.x)
         sizes = [-1 if t in free else self._length(t.size) for t in self.m.tokens]
         if all(s == -1 for s in sizes):
@@ -434,7 +437,7 @@ class Emitter:
         for d, label in reversed(list(enumerate(labels))):
             if isinstance(label, Const):
                 node = self.call(aten.select.int, node, d, label.value)
-            else:  # of a slice: the weights of routed experts, beside those of shared ones
+            else:  # a slice: the weights of routed experts beside those of shared ones
                 size, whole = self.m.k if label is J else static_int(label.size), static_int(sizes[d])
                 if size and whole is not None and size != whole:
                     node = self.call(aten.slice.Tensor, node, d, 0, size)
@@ -471,7 +474,7 @@ class Emitter:
             sizes += i.sizes if isinstance(i, Mix) else (size,)
         if len(parts) != len(ref.index):
             node = self._reshape(node, self._lengths(sizes))
-        rows = [K] if parts[-1] is K else []  # read whole, as x's are
+        rows = [K] if parts[-1] is K else []  # whole rows, as for x
         index = list(zip(parts, sizes))[: len(parts) - len(rows)]
         labels = tuple(a for a in axes if a is not K and any(a in free_axes(part) for part, _ in index))
         at = [self._coordinate(part, size, labels, ref) for part, size in index]
@@ -496,7 +499,8 @@ class Emitter:
         return self._reshape(every, [-1 if a is term else 1 for a in axes])
 
     def _inside(self, index: fx.Node, ids: Ref, size: Size) -> fx.Node:
-        """Ids as an index into a dimension of this size; any will do where no expert's row reads it."""
+        """Clamp ids to an index into a dimension of this size. Rows that belong to no expert may read any
+        entry."""
         known = static_int(size)
         inside = known is not None and below(ids.node, known)
         return index if inside else self.call(aten.remainder.Scalar, index, self._length(size))
@@ -514,7 +518,8 @@ class Emitter:
 
 
 def _is_of_rows(index: list[Term], ids: Ref, axes: tuple[Axis, ...]) -> bool:
-    """Whether ids look up a number in rows, `scores[t, ids[t, j]]`, or in a vector: by one `gather`."""
+    """Return whether ids look up a number in rows, `scores[t, ids[t, j]]`, or in a vector, with one
+    `gather`."""
     own = free_axes(ids)
     others = [a for a in axes if a in own and a not in index]
     rows = [i for i in index if not isinstance(i, Const)]

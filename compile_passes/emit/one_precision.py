@@ -1,4 +1,5 @@
-"""Every use of a weight in 4 bits, or none: a model must not read one expert in two precisions."""
+"""Makes sure that all uses of a weight are in 4 bits or none: a model must not read one expert in two
+precisions."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _PARTS = (
 class ReadTwice(Exception):
     """Products that were not rewritten read weights that others read in 4 bits.
 
-    `why`: for the place of each such graph input, that it is read by a product, and which.
+    `why`: for the index of each such graph input, the product that reads it.
     """
 
     def __init__(self, products: dict[int, tuple[fx.Node, fx.Node]]) -> None:
@@ -42,7 +43,7 @@ def refuse_two_precisions(
 
 
 def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Product -> which of these weights, that the graph writes to, it multiplies by after a write."""
+    """Return, for each product, which of these weights it reads after the graph has written to the weight."""
     found: dict[fx.Node, fx.Node] = {}
     for product in graph.nodes if weights else ():
         for operand in product.all_input_nodes if _is_product(product) else ():
@@ -56,7 +57,7 @@ def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.N
 
 
 def _product_of(weight: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
-    """A product with this weight, or a part of it, as it is."""
+    """Return a product with this weight or an unchanged part of it."""
     parts = reached(weight.users, lambda n: n.users if _is_part(n) else ())
     return next((n for n in parts if _is_product(n) and n not in others), None)
 

@@ -16,7 +16,7 @@ fp4 = torch.ops.fp4
 
 
 def write_product(w: Writer, p: Product) -> Site:
-    """fp4::grouped_mm or fp4::indexed_mm in place of one product."""
+    """Replace one product by fp4::grouped_mm or fp4::indexed_mm."""
     e, n, k = len(p.experts), p.matrix.n, p.matrix.k
     layout = w.layout(p.weight, (n, k))
     how = w.activations(p.weight, layout)
@@ -42,7 +42,8 @@ def write_product(w: Writer, p: Product) -> Site:
 
 
 def _safe_ids(w: Writer, ids: fx.Node, experts: int) -> fx.Node:
-    """Indexing counts negative ids from the end, the operators skip them: keep the model's meaning."""
+    """Keep the model's meaning of negative ids: indexing counts them from the end, the operators skip
+    them."""
     if nonnegative(ids):
         return ids
     wrapped = w.call(aten.add.Tensor, ids, experts)

@@ -1,8 +1,9 @@
-"""Whether a graph may run again for one call, with weights packed anew, and what is undone before.
+"""Decides whether a graph may run twice for one call, with weights packed again, and what must be undone
+before.
 
-On a GPU the host learns that weights have changed when the graph is under way already (weights/runtime.py).
-Then the graph runs again. A second run gives what one run with the new weights had given if the first left
-nothing behind that the second does not write again, or that cannot be taken back.
+On a GPU the host learns that weights have changed while the graph already runs (weights/runtime.py). The
+graph then runs again. The second run is correct if the first left nothing behind, or only values that the
+second overwrites or that can be undone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..graph.nodes import ASSERTIONS, arguments, aten, is_op, is_pure, value
 from ..graph.walks import behind
 from ..weights.runtime import Undo
 
-# They write to some places, whatever was there: their arguments that say where.
+# These operators overwrite some places. The arguments listed say which places.
 _PLACES = {
     aten.index_copy: ("dim", "index"),
     aten.index_put: ("indices",),
@@ -30,12 +31,12 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 def undo_of(graph: fx.Graph, packed: int) -> Undo | None:
     """Return the steps that undo a run, so that a second one gives the same. None: it may not run twice.
 
-    The last `packed` inputs are the packed weights. Nothing may be drawn at random, and no other process may
-    take part, which may have no reason for a second run. Of what the graph writes to, an input
+    The last `packed` inputs are the packed weights. The graph must draw no random numbers. No other process
+    may take part, because it may have no reason for a second run. Writes to inputs are allowed in two cases:
 
-        - that only this write reads may be written to at places that do not depend on the packed weights:
-          a cache of keys, at this token's position;
-        - of integers may have a constant added: a counter of tokens.
+        - nothing else reads the input, and the places do not depend on the packed weights: a cache of keys,
+          at this token's position;
+        - a constant is added to an input of integers: a counter of tokens.
     """
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     weights = set(inputs[len(inputs) - packed :])
@@ -62,7 +63,7 @@ def _leaves_nothing_behind(n: fx.Node) -> bool:
 
 
 def _added(target: fx.Node, new: fx.Node) -> int | None:
-    """The number that `target.copy_(target + number)` adds to an input of integers."""
+    """Return the number that `target.copy_(target + number)` adds to an input of integers."""
     if new.target is not aten.add.Tensor or new.args[0] is not target or new.kwargs:
         return None
     number, (was, now) = new.args[1], (value(target), value(new))
@@ -72,7 +73,8 @@ def _added(target: fx.Node, new: fx.Node) -> int | None:
 
 
 def _overwrites(write: fx.Node, target: fx.Node, new: fx.Node, weights: set[fx.Node]) -> bool:
-    """Whether a second run writes to all that the first has written to, and nothing reads it before."""
+    """Return whether a second run overwrites everything that the first has written, and nothing reads it
+    before."""
     readers = {u for u in target.users if u.op != "output"} - {write}
     if not readers:
         return new is not target and value(new).shape == value(target).shape  # all of it is new

@@ -1,4 +1,4 @@
-"""Emits which experts each row of a Mixture has, and what they count for: ids and weights."""
+"""Emits the routing of a Mixture: ids and weights of the experts of each row."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Routing:
         call, m = self.e.call, self.m
         ids = self._expert_ids(rows)
         weights = self.weighted(self.b.factors, ids)
-        if self.b.chosen:  # the other rows are no expert's
+        if self.b.chosen:  # the other rows belong to no expert
             nobody = m.first + self.e.experts
             ids = call(aten.where.ScalarOther, self.weighted(self.b.chosen, ids), ids, nobody)
         if m.first:
@@ -54,7 +54,7 @@ class Routing:
         if self.dense:
             every = self.e.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
             return self.e.call(aten.expand.default, every, [self.e.call(aten.sym_size.int, rows, 0), self.k])
-        if b.place is not None:  # a row of the output is of the expert that its place says
+        if b.place is not None:  # the place of an output row determines its expert
             every = self.e.call(aten.arange.default, self.e.experts, device=value(b.x.node).device)
             every = self.e._reshape(every, [-1 if a is b.place else 1 for a in m.tokens])
             sizes = [self.e._length(a.size) for a in m.tokens]
@@ -63,7 +63,7 @@ class Routing:
         assert ref is not None
         several = J in free_axes(ref)
         ids = self.e.rows(ref, (J,) if several else (), [self.k])
-        if not free_axes(ref) & set(m.tokens):  # all tokens have the same
+        if not free_axes(ref) & set(m.tokens):  # all tokens have the same ids
             ids = self.e.call(aten.expand.default, ids, [self.e.call(aten.sym_size.int, rows, 0), -1])
         if m.wraps and not nonnegative(ref.node):  # indexing counts negative ids from the end
             wrapped = self.e.call(aten.add.Tensor, ids, self.e.experts)
@@ -71,7 +71,8 @@ class Routing:
         return ids
 
     def _united(self, parts: list[fx.Node]) -> fx.Node:
-        """Ids of several kinds, [T, k] in all; one that was named before is no expert's."""
+        """Join several sources of ids to [T, k]. An id that occurred before is replaced by one of no
+        expert."""
         call, nobody = self.e.call, self.m.first + self.e.experts
         out = parts[0]
         for ids in parts[1:]:

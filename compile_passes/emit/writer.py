@@ -1,6 +1,5 @@
-"""Writes what every rewritten form needs: a layout, packed weights, activations in the operators' format, one
-product, and a record of what was done.
-"""
+"""Writes the parts that every rewritten form needs: a layout, packed weights, quantised activations,
+products, and a record of what was done."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ from .one_precision import refuse_two_precisions
 fp4 = torch.ops.fp4
 
 Operands = tuple[fx.Node | None, ...]
-"""(packed, block_scale, global_scale or None), as the operators take a weight."""
+"""(packed, block_scale, global_scale or None): a weight as an argument of the operators."""
 
 
 class Packed(NamedTuple):
-    """A weight of an operator: the parameters it is made of, and how."""
+    """A weight of an operator: its parameters, and how it is made from them."""
 
     sources: tuple[fx.Node, ...]
     spec: PackSpec | StoredSpec
@@ -49,7 +48,7 @@ class Packed(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[E, N, K]."""
+        """The shape [E, N, K]."""
         if self.spec.assembly is not None:
             return self.spec.assembly.shape
         e, n, k = shape(self.sources[0])
@@ -57,7 +56,7 @@ class Packed(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """How activations enter a product, as `fp4::moe` names it, and why."""
+    """The `a_format` of a product's activations, and why it was chosen."""
 
     format: str
     why: str
@@ -67,12 +66,12 @@ class Activations(NamedTuple):
 
     @property
     def are_quantised(self) -> bool:
-        """Whether a single product takes them quantised: `fp4::moe` quantises its own."""
+        """Return whether a single product needs them quantised. `fp4::moe` quantises its own."""
         return self.format in ("int8", "fp8", *FP4_FORMATS)
 
 
 class QuantisedRows(NamedTuple):
-    """Activations of one product, as the operators take them."""
+    """Activations of one product, as arguments of the operators."""
 
     a: fx.Node
     scale: fx.Node | None = None
@@ -113,9 +112,9 @@ class Writer:
     # --- weights ---
 
     def layout(self, like: fx.Node, *shapes: tuple[int, int], format: str | None = None) -> str:
-        """One layout for the weights (N, K) of one operator, which are as the parameter `like` is.
+        """Return one layout for the weights (N, K) of one operator, on the device of the parameter `like`.
 
-        format: the one that they will get; None is the experts'.
+        format: the format that they will get. None means the experts' format.
         """
         v = value(like)
         return preferred_layout(
@@ -135,9 +134,9 @@ class Writer:
         interleaved: bool = False,
         format: str | None = None,
     ) -> Packed:
-        """Weights of one operand; a Refusal if they cannot be.
+        """Describe the packing of one operand's weights. Raises a refusal if they cannot be packed.
 
-        interleaved: rows of an expert's parts take turns. format: as in `layout`.
+        interleaved: rows of an expert's parts alternate. format: as in `layout`.
         """
         format = format or self.options.format
         one = as_it_is(experts, interleaved, site)
@@ -157,18 +156,18 @@ class Writer:
         return Packed(sources, PackSpec(format, layout, False, assembly))
 
     def operands(self, packed: Packed) -> Operands:
-        """Graph inputs with what is packed, made once for each weight."""
+        """Return the graph inputs for packed weights, which are made once for each weight."""
         return (*self.slot(*packed), None)[:3]
 
     def one_expert(self, packed: Packed, e: int) -> Operands:
-        """Expert e's matrix of `operands`."""
+        """Return expert e's matrix of `operands`."""
         tensors = self.slot(*packed)
         return (*(self.call(aten.select.int, t, 0, e) for t in tensors), None)[:3]
 
     def slot(
         self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | StoredSpec
     ) -> tuple[fx.Node, ...]:
-        """The graph inputs that hold what `spec` makes of these parameters."""
+        """Return the graph inputs that hold the result of `spec` for these parameters."""
         sources = tuple(n for s in sources for n in self.facts.inputs_of(s))
         key = (sources, spec)
         if key not in self.slots:
@@ -192,15 +191,15 @@ class Writer:
     # --- products ---
 
     def activations(self, like: fx.Node, layout: str, block: bool = False) -> Activations:
-        """How rows enter products with a weight in this layout, on the device of the parameter `like`;
-        `block`: those of `fp4::moe`."""
+        """Return how rows are quantised for products with a weight in this layout, on the device of the
+        parameter `like`. `block`: for `fp4::moe`."""
         how = Activations(*self.options.a_format(value(like).device.type, layout))
         if how.format == "int8" and LAYOUTS[layout].native and not block:
             return Activations("none", "on a GPU only fp4::moe supports int8 activations")
         return how
 
     def quantised(self, a: fx.Node, activations: Activations, layout: str) -> QuantisedRows:
-        """Rows of one product and their scales, for products with weights in this layout."""
+        """Return rows of one product and their scales, for products with weights in this layout."""
         if not activations.are_quantised:
             return QuantisedRows(a)
         if activations.format in FP4_FORMATS:
@@ -212,7 +211,8 @@ class Writer:
         return QuantisedRows(self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1))
 
     def _in_fp4(self, a: fx.Node, format: str) -> QuantisedRows:
-        """As `fp4::moe` quantises: each row as a matrix of its own, and one with a NaN or infinity is NaN."""
+        """Quantise rows as `fp4::moe` does: each row as a matrix of its own. A row with a NaN or infinity
+        becomes NaN."""
         call = self.call
         finite = call(aten.all.dim, call(aten.isfinite.default, a), -1, True)
         rows = call(aten.unsqueeze.default, call(aten.where.ScalarOther, finite, a, 0), -2)
@@ -234,7 +234,8 @@ class Writer:
         *route: fx.Node,
         bias: fx.Node | None = None,
     ) -> fx.Node:
-        """One product of `quantised` rows, by the operator of this name; `route`: offsets, ids or counts."""
+        """Write one product of `quantised` rows, with the operator of this name. `route`: offsets, ids or
+        counts."""
         out = self.call(
             getattr(fp4, name).default, rows.a, *weight, *route, rows.scale, bias, rows.global_scale,
             format=spec.format, layout=spec.layout, a_format=rows.a_format, out_dtype=out_dtype,
@@ -258,7 +259,8 @@ class Writer:
     ) -> Site:
         """Record the operator that replaces the node `at`. `packed` has each weight of the operator.
 
-        why: the reason why it is no better operator."""
+        why: the reason why no better operator was possible.
+        """
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
         values = [value(n) for n in sources]
         after = sum(p.spec.num_bytes(tuple(value(p.sources[0]).shape)) for p in packed)
@@ -287,14 +289,15 @@ class Writer:
     def check_uses(
         self, packed: Collection[fx.Node] | None = None, products: Collection[fx.Node] = ()
     ) -> None:
-        """Raises ReadTwice where a product that stays, none of `products`, reads a weight that was packed."""
+        """Raise ReadTwice if a product that stays, and is not in `products`, reads a weight that was
+        packed."""
         if packed is None:
             packed = {s for sources, _ in self.slots for s in sources}
         refuse_two_precisions(self.inputs, packed, products)
 
     def finish(self, fake_mode: FakeTensorMode) -> tuple[list[int], list[Swap], list[torch.Tensor]]:
-        """(which inputs are left, the packed ones after them, their fakes). Inputs that nothing uses any more
-        go, so that the graph does not keep the originals alive."""
+        """Return (remaining inputs, the packed ones after them, their fake tensors). Inputs that nothing
+        uses any more are removed, so that the graph does not keep the originals alive."""
         swaps, fakes = [], []
         position = {n: i for i, n in enumerate(self.inputs)}
         for (sources, spec), nodes in self.slots.items():
@@ -321,7 +324,7 @@ class Writer:
 
 
 def kernel(device_type: str, layout: str = "plain") -> str:
-    """The name of the kernels that run an operator."""
+    """Return the name of the kernels that run an operator."""
     if device_type == "cpu":
         return f"cpu {torch.ops.fp4.cpu_capability()}"
     device = torch.cuda.current_device() if torch.cuda.is_available() else 0
@@ -332,7 +335,7 @@ def kernel(device_type: str, layout: str = "plain") -> str:
 
 
 class Whole(NamedTuple):
-    """One parameter that is an operand as it is."""
+    """One parameter that is an operand without changes."""
 
     parameter: fx.Node
     transposed: bool
@@ -340,7 +343,7 @@ class Whole(NamedTuple):
 
 
 def as_it_is(experts: Experts, interleaved: bool, site: fx.Node) -> Whole | None:
-    """The parameter that holds the parts of these experts, in order, and nothing else."""
+    """Return the parameter that holds the parts of these experts in order, and nothing else."""
     some = [experts.first, experts.second] if isinstance(experts, EvenParts) else experts
     if len({p.ref.node for parts in some for p in parts}) != 1:
         return None
@@ -348,14 +351,14 @@ def as_it_is(experts: Experts, interleaved: bool, site: fx.Node) -> Whole | None
     e, *rest = shape(parameter)
     if e != len(experts):
         return None
-    transposed = assembly.whole([(len(some), *rest)])  # of even parts the first two say it
+    transposed = assembly.whole([(len(some), *rest)])  # for even parts the first two are enough
     return None if transposed is None else Whole(parameter, transposed)
 
 
 def assemble(
     experts: Iterable[Parts], interleaved: bool, site: fx.Node
 ) -> tuple[tuple[fx.Node, ...], Assembly]:
-    """(parameters, how they become one operand): for each expert its parts, one below the other."""
+    """Return (parameters, how they become one operand): for each expert its parts, one below the other."""
     sources: dict[fx.Node, int] = {}
     pieces = []
     for parts in experts:
@@ -396,7 +399,7 @@ def of_both(index: Term) -> tuple[Any, ...] | None:
 
 
 def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
-    """One dimension of a parameter in a Piece."""
+    """Describe one dimension of a parameter in a Piece."""
     if isinstance(index, Const):
         return ("at", index.value)
     base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)

@@ -1,7 +1,7 @@
-"""Reads of a slice of a tensor, past writes to its other slices.
+"""Lets reads of a slice of a tensor skip writes to its other slices.
 
-`buffer[e] = y` becomes a scatter into the whole buffer, so that all that is read of it later seems to depend
-on y. What is read of slice e + 1 does not.
+`buffer[e] = y` becomes a scatter into the whole buffer, so everything that is read from it later seems to
+depend on y. But slice e + 1 does not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from ..operands import operand
 
 
 def read_past_writes(graph: fx.Graph) -> None:
-    """Each read of a slice reads the tensor before the writes to other slices, or what was written there."""
+    """Make each read of a slice read the tensor before the writes to other slices, or the value that was
+    written there."""
     for node in list(graph.nodes):
         if not is_op(node, aten.select, aten.slice):
             continue

@@ -12,7 +12,7 @@ from .walks import behind, reached
 
 
 def sweep(graph: fx.Graph) -> None:
-    """Dead code, and assertions about sizes or chosen rows of tensors that nothing needs any more."""
+    """Remove dead code, and assertions about sizes or chosen rows of tensors that nothing else needs."""
     assertions = {n: None for n in graph.nodes if is_op(n, *ASSERTIONS)}
     live = behind(*(n for n in graph.nodes if _has_effect(n) and n not in assertions))
     asserted = [
@@ -28,14 +28,15 @@ def sweep(graph: fx.Graph) -> None:
 
 
 def erase_unused(graph: fx.Graph) -> None:
-    """As fx's own `eliminate_dead_code`, which searches registries for what each node may do."""
+    """Remove unused nodes like fx's `eliminate_dead_code`, which is slow because it searches registries
+    for each node."""
     for node in reversed(graph.nodes):
         if not node.users and not _has_effect(node):
             graph.erase_node(node)
 
 
 def _is_of_some_rows(node: fx.Node, live: Collection[fx.Node]) -> bool:
-    """Whether what is not needed otherwise, and `node` is computed from, has rows that a mask chose."""
+    """Return whether `node` depends on rows that a mask chose, through nodes that nothing else needs."""
     return any(n not in live and is_tensor(n) and free_unbacked_symbols(value(n)) for n in behind(node))
 
 

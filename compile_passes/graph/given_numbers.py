@@ -1,8 +1,8 @@
-"""Numbers that Python hands to a graph: what comes of them may be another thing at the next call.
+"""Finds numbers that Python passes to a graph. Results that depend on them may differ in the next call.
 
-Where `counts.tolist()` breaks the graph, the rest of the function is compiled for the numbers of this call.
-Slices that are as long as each other by chance, or experts 0 to n of a list of hits, would be taken for a
-block, and at the next call not: what runs in 4 bits would depend on the data.
+If `counts.tolist()` breaks the graph, the rest of the function is compiled for the numbers of this call.
+Slices that have equal lengths by chance, or experts 0 to n of a list of hits, would then look like a block,
+but not in the next call: the use of 4 bits would depend on the data.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from ...meta.torch_internals import TracingContext
 
 
 def lists_given() -> dict[str, int]:
-    """The lists of numbers that the function being compiled was given, and how many of each it read."""
+    """Return the lists of numbers that the compiled function was given, and how many numbers of each it
+    read."""
     context: Any = TracingContext.try_get()
     if context is None:
         return {}

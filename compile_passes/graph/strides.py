@@ -72,7 +72,7 @@ class _Graph:
                 self._make_contiguous(node, _was_contiguous)
 
     def _make_contiguous(self, node: fx.Node, which: Callable[[fx.Node], bool]) -> None:
-        """Make operands of `node` contiguous: costs nothing where they are."""
+        """Make operands of `node` contiguous. This costs nothing if they already are."""
 
         def change(x: fx.Node) -> fx.Node:
             if x in self._known or not which(x):
@@ -86,7 +86,7 @@ class _Graph:
         node.kwargs = fx.node.map_arg(node.kwargs, change)
 
     def _restore_strides(self, x: fx.Node) -> None:
-        """Give the tensor whose memory is read the strides that the trace saw, for all who read it."""
+        """Give a tensor whose memory is read the strides that the trace saw, for all of its readers."""
         while isinstance(x.args[0] if x.args else None, fx.Node) and _is_view(x):
             x = operand(x)
         order = _order(x) if is_tensor(x) and x not in self._known else None

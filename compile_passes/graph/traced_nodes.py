@@ -1,4 +1,5 @@
-"""Reading the nodes that Dynamo has traced so far: whose elements they have, and who writes to them."""
+"""Reads the nodes that Dynamo has traced so far: where their elements come from, and which nodes write to
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def example(node: fx.Node) -> Any:
 
 
 def named(node: Any, functions: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a call of one of `functions`; none if it is of another, or has others than `names`."""
+    """Return the arguments of a call of one of `functions`. Empty for another function, or with arguments
+    outside `names`."""
     if (
         not isinstance(node, fx.Node)
         or called(node).strip("_") not in functions
@@ -45,7 +47,7 @@ SAME_ELEMENTS = (
 
 
 def same_elements(node: fx.Node) -> list[fx.Node]:
-    """`node` and what it has its elements from, in another order or shape."""
+    """Return `node` and the nodes with the same elements, in another order or shape."""
     chain = [node]
     while called(chain[-1]) in SAME_ELEMENTS and chain[-1].args and isinstance(chain[-1].args[0], fx.Node):
         chain.append(chain[-1].args[0])
@@ -53,7 +55,7 @@ def same_elements(node: fx.Node) -> list[fx.Node]:
 
 
 def some_elements(node: fx.Node) -> list[fx.Node]:
-    """`node` and what it has its elements from, be they only some of those."""
+    """Return `node` and the nodes that its elements come from, even if it has only some of theirs."""
     chain = same_elements(node)
     while (part := named(chain[-1], ("getitem",), ("input", "item"))) and _is_basic(part["item"]):
         if not isinstance(example(part["input"]), Tensor):  # one of several results
@@ -69,8 +71,9 @@ def _is_basic(index: Any) -> bool:
 
 
 def along(node: fx.Node, dim: int, sums: bool = False) -> list[tuple[fx.Node, int]]:
-    """`node` and what it has its elements from, with what dimension `dim` is in each. Of integers and
-    booleans all that counts is whether they are 0. sums: also what it sums up over other dimensions."""
+    """Return `node` and the nodes that its elements come from, each with the dimension that is `dim` of
+    `node`. For integers and booleans only being 0 or not matters. sums: also nodes that it sums over other
+    dimensions."""
     steps = [(node, dim % example(node).dim())]
     while (before := _before(*steps[-1]) or (_summed(*steps[-1]) if sums else None)) is not None:
         steps.append(before)
@@ -86,7 +89,7 @@ def _summed(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
 
 
 def kept(rank: int, dims: Any) -> list[int]:
-    """The dimensions that are left where a sum is over `dims`."""
+    """Return the dimensions that remain after a sum over `dims`."""
     gone = {d % rank for d in (dims if isinstance(dims, tuple | list) else (dims,))}
     return [d for d in range(rank) if d not in gone]
 

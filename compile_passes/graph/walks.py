@@ -10,9 +10,10 @@ from torch import fx
 def reached(
     start: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], most: int | None = None
 ) -> dict[fx.Node, None]:
-    """The nodes of `start` and all that `step` leads to from them, in the order in which they are found.
+    """Return the nodes of `start` and all nodes that `step` reaches from them, in the order of discovery.
 
-    most: the walk ends as soon as it has found so many."""
+    most: the walk ends when it has found this many.
+    """
     found = dict.fromkeys(start)
     todo = list(found)
     while todo and (most is None or len(found) < most):
@@ -24,10 +25,10 @@ def reached(
 
 
 def behind(*nodes: fx.Node) -> dict[fx.Node, None]:
-    """Nodes, and all that they are computed from."""
+    """Return nodes, and everything that they are computed from."""
     return reached(nodes, lambda node: node.all_input_nodes)
 
 
 def after(*nodes: fx.Node) -> dict[fx.Node, None]:
-    """Nodes, and all that is computed from them."""
+    """Return nodes, and everything that is computed from them."""
     return reached(nodes, lambda node: node.users)

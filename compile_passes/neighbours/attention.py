@@ -1,9 +1,9 @@
-"""Attention as torch's kernels take it best: heads that share keys and values, a mask that is the causal one.
+"""Rewrites attention for torch's fastest kernels: heads that share keys and values, and causal masks.
 
-Models repeat keys and values for all query heads of a group, and hand over a causal mask as a tensor. A
-fused kernel that is told of both reads a group's keys once and skips what no query sees. On an H200, 64
-sequences with 4096 keys, 32 query heads on 4: attention in a decoding step takes 5.2 ms repeated, and 0.13 ms
-as groups.
+Models repeat keys and values for all query heads of a group, and pass a causal mask as a tensor. A fused
+kernel that knows about both reads a group's keys once and skips keys that no query sees. On an H200 (64
+sequences with 4096 keys, 32 query heads, 4 key/value heads), attention in a decoding step takes 5.2 ms
+repeated, and 0.13 ms as groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SDPA = aten.scaled_dot_product_attention.default
 
 
 def write_attention(graph: fx.Graph, fake_mode: FakeTensorMode) -> list[str]:
-    """Rewrites the calls of torch's attention that qualify; says in words what was done.
+    """Rewrites calls of torch's attention that qualify, and describes what was done.
 
     A call changes only if torch has one kernel for the new one, for these shapes on this device.
     """
@@ -65,13 +65,13 @@ class _Group:
         return 3 if self.swapped else 2
 
     def of(self, x: Any, squeeze: Any, transpose: Any) -> Any:
-        """[B, heads, L, D]"""
+        """Return [B, heads, L, D]."""
         x = squeeze(x, self.repeated_dim)
         return transpose(x, 1, 2) if self.swapped else x
 
 
 def _groups(a: dict[str, Any]) -> tuple[_Group, _Group] | None:
-    """Keys and values, if both are repeated alike."""
+    """Return keys and values, if both are repeated in the same way."""
     if a["enable_gqa"]:
         return None
     key, value = _group(a["key"]), _group(a["value"])
@@ -82,7 +82,8 @@ def _groups(a: dict[str, Any]) -> tuple[_Group, _Group] | None:
 
 
 def _group(x: fx.Node) -> _Group | None:
-    """Each head n times, side by side: [B, H, 1, L, D] expanded to [B, H, n, L, D], as [B, H n, L, D]."""
+    """Read heads that are each repeated n times, side by side: [B, H, 1, L, D] expanded to [B, H, n, L,
+    D], as [B, H n, L, D]."""
     swapped = is_op(x, aten.transpose) and {integer(x, i) % 4 for i in (1, 2)} == {1, 2}
     flat = operand(x) if swapped else x
     expanded = strip(flat)
@@ -98,7 +99,8 @@ def _group(x: fx.Node) -> _Group | None:
 
 
 class _Kernels:
-    """Whether torch has one kernel for a call: it takes products and softmax one by one otherwise."""
+    """Checks whether torch has a fused kernel for a call. Otherwise it runs products and softmax one by
+    one."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self._mode = fake_mode
@@ -132,7 +134,7 @@ class _Kernels:
 
 
 class _Operators(TorchDispatchMode):
-    """Notes what is called."""
+    """Records the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +146,8 @@ class _Operators(TorchDispatchMode):
 
 
 def _swapped(out: torch.Tensor) -> bool | None:
-    """Whether a result [B, H, S, D] lies in memory as [B, S, H, D], which views rely on; None: otherwise."""
+    """Return whether a result [B, H, S, D] is stored as [B, S, H, D], which views rely on. None if it is
+    neither."""
     if out.dim() != 4:
         return None
     _, h, s, d = out.shape

@@ -1,8 +1,8 @@
-"""Which keys a query sees: attention masks, read from the integer arithmetic on positions that makes them.
+"""Finds which keys a query sees, from the integer arithmetic on positions that computes an attention mask.
 
-An element of such a tensor is followed as a function of its own place, so what is found holds for all sizes.
-In transformers' masks `kv <= q` is gathered from position tensors, and combined with whether query and key
-are of one packed sequence, which it reads off the positions: these go up in steps of one, so they are.
+An element of a mask is read as a function of its own indices, so results hold for all sizes. In transformers'
+masks `kv <= q` is gathered from position tensors, and combined with a test whether query and key belong to
+one packed sequence. That test reads the positions; they rise in steps of one, so it is always true.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """An element is `plus`, and its index along `dim` (from the end: -1 is the last) unless that is None.
+    """An element is `plus` plus its index along `dim` (from the end: -1 is the last), or only `plus` if `dim`
+    is None.
 
     Booleans are 0 and 1.
     """
@@ -35,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class NotBefore:
-    """Whether an element's index along `late` is at least the one along `early`, plus `by`."""
+    """An element is whether its index along `late` is at least its index along `early`, plus `by`."""
 
     late: int
     early: int
