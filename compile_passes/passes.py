@@ -77,10 +77,12 @@ class _State:
     """Why a product that looks like the end of a block is not one."""
     written: dict[fx.Node, fx.Node] = field(default_factory=dict)
     """Products with weights that the graph has written to before."""
-    search: Search | None = None
+    search: Search = field(init=False)
+    """The blocks of experts in the graph, and the reader of it. The pass `mixtures` makes it."""
     refused: list[tuple[list[fx.Node], Refusal]] = field(default_factory=list)
     """Blocks in index notation that were refused, with their products."""
-    evidence: Evidence | None = None
+    evidence: Evidence = field(init=False)
+    """Which products a router feeds. The pass `mixtures` makes it."""
     routed: set[fx.Node] = field(default_factory=set)
     """Batched products that something routes rows to."""
     unrouted: dict[fx.Node, Refusal] = field(default_factory=dict)
@@ -165,7 +167,6 @@ def _without_router(
     """Return down products of blocks that look like experts but meet no router. `s.routed` gets those that
     meet one."""
     evidence, graph = s.evidence, s.gm.graph
-    assert evidence is not None and s.search is not None
     found: dict[fx.Node, Refusal] = {}
     experts: set[fx.Node] = set()
     for downs, block in blocks:
@@ -185,7 +186,6 @@ def _without_router(
 def _batched(s: _State) -> None:
     """Rewrite products of buffers with equally many rows for each expert."""
     graph, search = s.gm.graph, s.search
-    assert search is not None
     routed, told = s.routed, s.unrouted
     s.sites += batched_products(s.writer, search.reader, search.matcher, routed, s.written, told)
     sweep(graph)
@@ -206,7 +206,6 @@ def _batched(s: _State) -> None:
 
 
 def _linears(s: _State) -> None:
-    assert s.search is not None and s.evidence is not None
     s.sites += linear_layers(s.writer, s.search.reader, s.evidence)
     sweep(s.gm.graph)
 
@@ -242,7 +241,6 @@ def _products(s: _State) -> None:
 def _why_not_packed(s: _State, product: Product) -> Refusal | None:
     """Return a refusal if a single product is not an expert's: its ids or offsets are constant, or it is a
     router."""
-    assert s.evidence is not None
     weight, route = product.weight, product.ids if product.offs is None else product.offs
     if s.evidence.is_router(product.node):
         return router(weight, product.node)
@@ -252,7 +250,6 @@ def _why_not_packed(s: _State, product: Product) -> Refusal | None:
 
 def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
     """Report products that no operator supports only if they are experts'."""
-    assert s.evidence is not None
     for node in refused:
         if node in s.unrouted or not is_op(node, aten.bmm):
             continue
@@ -263,7 +260,6 @@ def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
 
 def _why_not_read(s: _State, product: Product) -> Refusal | None:
     """Return why a product whose input is another product's output is not the end of a block."""
-    assert s.search is not None
     read = s.search.reader.refusals
     between, todo, feeds = {product.node}, [product.a], False
     while todo and len(between) < 64:  # an activation has only a few nodes

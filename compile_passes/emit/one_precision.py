@@ -8,16 +8,14 @@ from collections.abc import Collection, Iterable
 
 from torch import fx
 
-from ..graph.nodes import PRODUCTS, aten, is_grouped_mm, is_op
+from ..graph.nodes import CUTS, PRODUCTS, RESHAPES, SWAPS, aten, is_grouped_mm, is_op
 from ..graph.walks import reached
 from ..refusal import Kind, Refusal
 
 _PARTS = (
-    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten.alias,
-    aten.detach, aten.transpose, aten.t, aten.permute, aten.select, aten.slice, aten.unbind, aten.split,
-    aten.split_with_sizes, aten.chunk, aten.expand, aten._to_copy, aten.index, aten.index_select, aten.cat,
-    aten.stack, aten.contiguous,
-)  # fmt: skip
+    *(*RESHAPES, *SWAPS, *CUTS, aten.unbind, aten.expand, aten._to_copy),
+    *(aten.index, aten.index_select, aten.cat, aten.stack),
+)
 
 
 class ReadTwice(Exception):

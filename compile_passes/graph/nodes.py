@@ -89,16 +89,17 @@ def static_int(x: Any) -> int | None:
 
 # --- looking through operators that change nothing that matters ---
 
-_RESHAPES = (
-    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten.alias,
-    aten.detach, aten.contiguous, aten.lift_fresh_copy,
-)  # fmt: skip
+COPIES = (aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)
+RESHAPES = (*COPIES, aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze)
+"""The result has the same elements in the same row-major order."""
+SWAPS = (aten.t, aten.transpose, aten.permute)
+CUTS = (aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.chunk)
 _MAX = 2**63 - 1
 
 
 def passes_order(node: fx.Node) -> bool:
     """Whether the row-major sequence of elements (values and dtype) goes through unchanged."""
-    if is_op(node, *_RESHAPES):
+    if is_op(node, *RESHAPES):
         return node.target is not aten.view.dtype
     if is_op(node, aten._to_copy):
         return value(node).dtype == value(operand(node)).dtype
@@ -139,11 +140,11 @@ def unswap(node: fx.Node) -> tuple[fx.Node, bool]:
     """Back through copies, float casts and swaps of the last two dimensions: (source, swapped)."""
     swapped = False
     while True:
-        if is_op(node, aten.transpose, aten.t, aten.permute):
+        if is_op(node, *SWAPS):
             if not _swaps_last_two(node):
                 return node, swapped
             swapped = not swapped
-        elif not (is_float_cast(node) or is_op(node, aten.clone, aten.alias, aten.detach, aten.contiguous)):
+        elif not (is_float_cast(node) or is_op(node, *COPIES)):
             return node, swapped
         node = operand(node)
 

@@ -280,7 +280,7 @@ class Arithmetic(Conditions):
         if level == 0 or (level == 1 and not is_op(node, aten.cat)):
             raise Opaque
         values = [self.value(n, level) for n in parts]
-        if is_op(node, aten.cat) and (again := self._whole_again(node, values, d)) is not None:
+        if is_op(node, aten.cat) and (again := self._whole_again(values, d)) is not None:
             return again
         rows = None
         if is_op(node, aten.cat):
@@ -314,7 +314,7 @@ class Arithmetic(Conditions):
             terms.append(v.term)
         return terms
 
-    def _whole_again(self, node: fx.Node, values: list[Value], d: int) -> Value | None:
+    def _whole_again(self, values: list[Value], d: int) -> Value | None:
         """Join slices in the order in which they were cut, such as products with slices of one weight."""
         if not all(len(v.dims[d]) == 1 for v in values):
             return None

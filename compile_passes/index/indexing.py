@@ -10,6 +10,7 @@ from torch import fx
 from ...meta.torch_internals import OpOverload
 from ..graph.ids import below, gathered
 from ..graph.nodes import (
+    COPIES,
     FLOATING,
     arguments,
     aten,
@@ -47,7 +48,7 @@ from .terms import (
 class Indexing(SortedRows):
     # --- re-indexing ---
 
-    @reads(aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)
+    @reads(*COPIES)
     def _copy(self, node: fx.Node, level: int) -> Value:
         return self.value(operand(node), level)
 

@@ -8,15 +8,25 @@ from collections.abc import Callable
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..graph.nodes import FLOATING, PRODUCTS, aten, is_op, is_tensor, item, shape, static_int, value
+from ..graph.nodes import (
+    CUTS,
+    FLOATING,
+    PRODUCTS,
+    RESHAPES,
+    SWAPS,
+    aten,
+    is_op,
+    is_tensor,
+    item,
+    shape,
+    static_int,
+    value,
+)
 from ..graph.walks import behind
 from ..operands import operand
 from ..refusal import Kind, Refusal
 
-_SAME = (
-    aten.t, aten.transpose, aten.permute, aten.view, aten.clone, aten._to_copy, aten.detach, aten.alias,
-    aten.select, aten.slice, aten.squeeze, aten.unsqueeze, aten.unbind, aten.split, aten.split_with_sizes,
-)  # fmt: skip
+_SAME = (*RESHAPES, *SWAPS, *CUTS, aten.unbind, aten._to_copy)
 _SCALED = (aten.mul, aten.div, aten.dropout, *_SAME)
 
 

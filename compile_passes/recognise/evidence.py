@@ -21,7 +21,20 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..graph.nodes import BY_SIZE, PRODUCTS, aten, is_grouped_mm, is_op, is_tensor, item, shape, value
+from ..graph.nodes import (
+    BY_SIZE,
+    CUTS,
+    PRODUCTS,
+    RESHAPES,
+    SWAPS,
+    aten,
+    is_grouped_mm,
+    is_op,
+    is_tensor,
+    item,
+    shape,
+    value,
+)
 from ..graph.walks import reached
 from ..index.axes import same
 from ..index.reader import Reader
@@ -47,15 +60,8 @@ _ATTENTION = (
     aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention,
 )  # fmt: skip
 _NORMS = (aten.native_layer_norm, aten.layer_norm, aten.rms_norm, aten.native_group_norm)
-_VIEWS = (
-    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten._to_copy,
-    aten.alias, aten.detach, aten.contiguous, aten.transpose, aten.permute, aten.t, aten.slice, aten.select,
-    aten.split, aten.split_with_sizes, aten.chunk, aten.expand,
-)  # fmt: skip
-_KEEP_ORDER = (
-    aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze, aten.clone, aten._to_copy,
-    aten.alias, aten.detach, aten.contiguous,
-)  # fmt: skip
+_KEEP_ORDER = (*RESHAPES, aten._to_copy)
+_VIEWS = (*_KEEP_ORDER, *SWAPS, *CUTS, aten.expand)
 _PUTS = (aten.index_put, aten.scatter, aten.scatter_add, aten.index_add, aten.index_copy, aten.masked_scatter)
 _READS = (aten.index, aten.index_select, aten.gather, aten.embedding)
 _FAR = 96

@@ -21,7 +21,19 @@ from torch import Tensor, fx
 
 from ...meta.formats import FORMATS
 from ...meta.torch_internals import FakeTensorMode
-from ..graph.nodes import FLOATING, Canon, arguments, aten, is_op, is_pure, is_tensor, shape, value
+from ..graph.nodes import (
+    FLOATING,
+    RESHAPES,
+    SWAPS,
+    Canon,
+    arguments,
+    aten,
+    is_op,
+    is_pure,
+    is_tensor,
+    shape,
+    value,
+)
 from ..graph.walks import behind
 from ..index.axes import Opaque, Renamed, same
 from ..index.reader import Reader
@@ -101,10 +113,9 @@ class Decoder(Reader):
         self._constant, self.tables = constant, tables
 
     _MOVES = (
-        aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy, aten._unsafe_view,
-        aten.reshape, aten.unsqueeze, aten.squeeze, aten.flatten, aten.permute, aten.transpose, aten.t,
-        aten.expand, aten.select, aten.slice, aten.index, aten.index_select,
-    )  # fmt: skip
+        *(*RESHAPES, *SWAPS, aten.flatten, aten.expand, aten.select, aten.slice),
+        *(aten.index, aten.index_select),
+    )
 
     def _read(self, node: fx.Node, level: int) -> Value:
         if node not in self._constant or node.op != "call_function" or node in self.tables:
@@ -116,7 +127,7 @@ class Decoder(Reader):
             return self._cast(node, operand(node, 1))
         if is_op(node, aten.view) and isinstance(node.args[1], torch.dtype):
             return self._bits(node)
-        if is_op(node, aten.view, *self._MOVES):
+        if is_op(node, *self._MOVES):
             return super()._read(node, 2)
         if is_op(node, aten.stack):
             return self._stack(node, 2)
