@@ -11,7 +11,7 @@ from places import ROOT
 
 PASSES = ROOT / "compile_passes"
 TORCHS = {
-    *("val", "example_value", "unbacked_bindings", "tensor_dict"),
+    *("val", "example_value", "unbacked_bindings", "tensor_dict", "grapharg"),
     *("stack_trace", "nn_module_stack", "source_fn_stack"),
 }
 WHILE_DYNAMO_TRACES = {"_fp4_says_the_same", "fp4_known"}
