@@ -84,11 +84,12 @@ docs: $(VENV)/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # A wheel must work where nothing of this repository is: a new environment, another working directory.
+# Two programs run there, so most of torch need not be compiled to bytecode.
 wheel: $(VENV)/built $(VENV)/auditwheel
 	$(BIN)/python release/wheels.py --machine $(shell uname -m)
 	rm -rf build/wheel && mkdir -p build/wheel
 	$(PYTHON) -m venv --clear build/wheel/venv
-	build/wheel/venv/bin/python -m pip -q --disable-pip-version-check install '$(TORCH)' numpy dist/*_$(shell uname -m).whl
+	build/wheel/venv/bin/python -m pip -q --disable-pip-version-check install --no-compile '$(TORCH)' numpy dist/*_$(shell uname -m).whl
 	cp tests/scripts/smoke.py build/wheel/ && cd build/wheel && venv/bin/python -m fp4_ops info && venv/bin/python smoke.py
 
 wheels: wheel
