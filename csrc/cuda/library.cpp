@@ -82,6 +82,8 @@ Kernels load(const std::string& path) {
   find(k.rows_fp4, "fp4_kernel_rows_fp4");
   find(k.place, "fp4_kernel_place");
   find(k.combine, "fp4_kernel_combine");
+  find(k.slots_plan, "fp4_kernel_slots_plan");
+  find(k.slots_fetch, "fp4_kernel_slots_fetch");
   find(k.dequantize, "fp4_kernel_dequantize");
   k.linears =
       reinterpret_cast<decltype(k.linears)>(dlsym(library, "fp4_kernel_linears"));  // of some families

@@ -23,6 +23,8 @@ struct Kernels {
   decltype(&fp4_kernel_rows_fp4) rows_fp4;
   decltype(&fp4_kernel_place) place;
   decltype(&fp4_kernel_combine) combine;
+  decltype(&fp4_kernel_slots_plan) slots_plan;
+  decltype(&fp4_kernel_slots_fetch) slots_fetch;
   decltype(&fp4_kernel_dequantize) dequantize;
   decltype(&fp4_kernel_linears) linears;                          // of _sm90.so alone
   decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // of _sm80.so alone

@@ -1,4 +1,6 @@
 // The whole expert block on CUDA: route, gate and up, activation, down, combine.
+#include "cuda/moe.h"
+
 #include "cuda/operands.h"
 
 namespace fp4::cuda {
@@ -99,19 +101,15 @@ Tensor run_sorted(const Call& c, const Sorted& sorted) {
   return y;
 }
 
-// What becomes of a call: the sums over each token's experts; or where these are left to the caller, the rows
-// of `y`, and how they are sorted.
-struct Outcome {
-  Tensor out;
-  std::optional<Sorted> sorted;
-};
+}  // namespace
 
-Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
-            const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
-            const OptionalTensor& w13_global_scale, const Tensor& w2, const Tensor& w2_scale,
-            const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
-            const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
-            const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
+Outcome run_moe(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
+                const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
+                const OptionalTensor& w13_global_scale, const Tensor& w2, const Tensor& w2_scale,
+                const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
+                const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
+                const std::string& activation, const std::string& a_format,
+                std::optional<ScalarType> out_dtype) {
   const Experts shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
                                   w2_global_scale, format, layout, activation, a_format, w13_bias, w2_bias);
   const ScalarType dtype = resolve_out_dtype(x, out_dtype);
@@ -145,7 +143,7 @@ Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, co
          .pairs = int(pairs)};
   const Routing routing = pairs > kMaxIds ? Routing::kOffs : by_id(c.ids);
   Gpu gpu = here.gpu();
-  if (!combined) gpu.constants = 0;  // all ranks decide the same, whichever of their hosts were tuned
+  if (ranks > 0) gpu.constants = 0;  // all ranks decide the same, whichever of their hosts were tuned
   const BlockPlan plan = cuda::plan(
       Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(), c.up.bf16,
             c.up.int4, int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
@@ -169,25 +167,27 @@ Outcome run(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, co
     if (ready != nullptr) fail("fp4: moe_parts has fp8 rows, and so few that they must be as they are");
     const OptionalTensor out = combined || plan.gemv ? OptionalTensor(new_out()) : std::nullopt;
     const OptionalTensor y = run_few(c, plan, out);
-    if (!out) return {*y, {}};
+    if (!out) return {*y, {}, true};
     if (y) combine(c.here, *y, nullptr, c.ids, c.weights, c.down.bias, c.up.groups, *out);
     return {*out, {}};
   }
   const Sorted sorted = sort_rows(c.here, c.ids, c.up.groups);
   const Tensor y = run_sorted(c, sorted);
-  if (!combined) return {y, sorted};
+  if (!combined) return {y, sorted, true};
   const Tensor out = new_out();
   combine(c.here, y, sorted.position(), c.ids, c.weights, c.down.bias, c.up.groups, out);
   return {out, {}};
 }
+
+namespace {
 
 Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
            const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
            const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
            const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
            const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
-  return run(true, 1, nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
-             w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format, out_dtype)
+  return run_moe(true, 0, nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
+                 w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format, out_dtype)
       .out;
 }
 
@@ -208,9 +208,9 @@ std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_va
                                      int64_t ranks) {
   std::optional<Rows> ready;
   if (x_values) ready = Rows{*x_values, x_factor};
-  const Outcome made = run(false, ranks, ready ? &*ready : nullptr, x, topk_ids, topk_weights, w13, w13_scale,
-                           w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, std::nullopt, format,
-                           layout, activation, a_format, out_dtype);
+  const Outcome made = run_moe(false, ranks, ready ? &*ready : nullptr, x, topk_ids, topk_weights, w13,
+                               w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias,
+                               std::nullopt, format, layout, activation, a_format, out_dtype);
   return {made.out, made.sorted ? made.sorted->made : Here(w13).empty({0}, ScalarType::Int)};
 }
 

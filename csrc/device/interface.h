@@ -111,6 +111,32 @@ struct PrefillArguments {
   void* stream = nullptr;
 };
 
+// A cache of experts that lie in host memory (slots.cu). At most 1024 experts and 1024 slots.
+struct SlotPlan {
+  const void* ids = nullptr;  // [pairs], int64 if `wide`, else int32; those of no expert are skipped
+  bool wide = false;
+  int pairs = 0, experts = 0, slots = 0;
+  int rounds = 1;  // ceil(min(experts, pairs) / slots): enough for any ids
+  // [experts + slots + kSlotCounters], kept between calls: the slot of each expert (-1: none), the clock when
+  // each slot was last used, and counters modulo 2^32. It begins with -1 for the experts and zeros else.
+  int* state = nullptr;
+  int* fetches = nullptr;  // [rounds, 1 + 2 slots], scratch: how many, and the (expert, slot) of each
+  int* place = nullptr;    // [experts], scratch: round * slots + slot of those wanted, else -1
+};
+// Places among the counters: calls, experts that they wanted, experts that had to be fetched.
+enum SlotCounter : int { kSlotClock, kSlotWanted, kSlotFetched, kSlotCounters };
+
+// One of the tensors that an expert consists of.
+struct SlotPart {
+  const uint8_t* host = nullptr;  // [experts, bytes], memory of the host that the GPU reads
+  uint8_t* slots = nullptr;       // [slots, bytes]
+  int64_t bytes = 0;
+};
+constexpr int kMaxSlotParts = 8;
+struct SlotParts {
+  SlotPart part[kMaxSlotParts];
+};
+
 // Of a GPU; the clocks and the bus are zero where its driver does not tell them.
 struct DeviceFacts {
   int major = 0, minor = 0, sms = 0;
@@ -168,6 +194,9 @@ int fp4_kernel_combine(const void* y, fp4::device::DType y_type, const int* posi
                        int wide, const void* weights, fp4::device::DType weight_type, const void* bias,
                        fp4::device::DType bias_type, void* out, fp4::device::DType out_type, int tokens,
                        int top_k, int groups, int n, void* stream);
+int fp4_kernel_slots_plan(const fp4::device::SlotPlan* plan, void* stream);
+int fp4_kernel_slots_fetch(const fp4::device::SlotPlan* plan, const fp4::device::SlotParts* parts, int round,
+                           int* ids, int blocks, void* stream);
 int fp4_kernel_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale,
                           int64_t rows, int64_t n, int kp, int scale_block, int bf16_words, void* out,
                           int out_type, void* stream);

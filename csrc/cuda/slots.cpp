@@ -1,0 +1,193 @@
+// `fp4::moe` over experts in memory of the host that the GPU reads, with slots on the GPU for those in use
+// (csrc/device/slots.cu). A call is a plan and, for each round, a fetch and the block over the slots, a
+// stacked weight of as many experts as there are slots.
+//
+// `state` and `slots` are a memo between calls of one cache: what they hold decides how long a call takes,
+// never its result. No other operator reads them, and calls of one cache come in the order of one stream.
+#include <algorithm>
+
+#include "cuda/moe.h"
+#include "cuda/operands.h"
+
+namespace fp4::cuda {
+namespace {
+
+constexpr int kMostExperts = 1024;  // and slots: what fp4_kernel_slots_plan takes
+
+struct Plan {
+  Tensor ids, fetches, place;  // which `fields` points into
+  device::SlotPlan fields;
+};
+
+Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, int64_t slots) {
+  const int64_t experts = state.numel() - slots - device::kSlotCounters, pairs = topk_ids.numel();
+  if (state.scalar_type() != ScalarType::Int || !state.is_contiguous() || experts < 1 || slots < 1)
+    fail("state has dtype ", dtype_name(state.scalar_type()), " and ", state.numel(),
+         " elements; it must be contiguous int32 [experts + slots + ", int(device::kSlotCounters), "] with ",
+         slots, " slots, at least 1");
+  if (std::max(experts, slots) > kMostExperts)
+    fail("state has ", experts, " experts and ", slots, " slots; at most ", kMostExperts,
+         " of each are possible");
+  const int64_t rounds = std::max<int64_t>(1, ceil_div(std::min(experts, pairs), slots));
+  Plan plan{as_contiguous(topk_ids),
+            here.empty({rounds, 1 + 2 * slots}, ScalarType::Int),
+            here.empty({experts}, ScalarType::Int),
+            {}};
+  plan.fields = {.ids = pointer(plan.ids),
+                 .wide = plan.ids.scalar_type() == ScalarType::Long,
+                 .pairs = int(pairs),
+                 .experts = int(experts),
+                 .slots = int(slots),
+                 .rounds = int(rounds),
+                 .state = mutable_pointer<int>(state),
+                 .fetches = mutable_pointer<int>(plan.fetches),
+                 .place = mutable_pointer<int>(plan.place)};
+  check_launch(here.kernels().slots_plan(&plan.fields, here.stream()), "fp4_kernel_slots_plan");
+  return plan;
+}
+
+// Tensors [experts, ...] beside their [slots, ...], in the same order.
+device::SlotParts parts_of(const std::vector<Tensor>& host, const std::vector<Tensor>& slots, int64_t experts,
+                           int64_t count) {
+  if (host.size() != slots.size() || host.size() > device::kMaxSlotParts)
+    fail("slots has ", slots.size(), " tensors; it must have ", host.size(),
+         ", one for each tensor of weights");
+  device::SlotParts parts;
+  for (size_t i = 0; i < host.size(); ++i) {
+    const Tensor &from = host[i], &to = slots[i];
+    const auto rest = [](const Tensor& t) { return std::vector(t.sizes().begin() + 1, t.sizes().end()); };
+    const bool fits = from.dim() >= 1 && from.dim() == to.dim() && from.size(0) == experts &&
+                      to.size(0) == count && rest(from) == rest(to) &&
+                      from.scalar_type() == to.scalar_type() && from.is_contiguous() && to.is_contiguous();
+    if (!fits)
+      fail("slots[", i, "] has shape ", shape_text(to.sizes()), " and dtype ", dtype_name(to.scalar_type()),
+           "; its weight has shape ", shape_text(from.sizes()), " and dtype ", dtype_name(from.scalar_type()),
+           ". They must be contiguous and equal but in the first size, ", count, " slots of ", experts,
+           " experts");
+    const int64_t elements = from.numel() / experts;
+    parts.part[i] = {pointer<uint8_t>(from), mutable_pointer<uint8_t>(to),
+                     elements * int64_t(from.element_size())};
+  }
+  return parts;
+}
+
+// Brings the experts of a round into slots; returns their ids as slots, -1 for those of other rounds.
+Tensor fetch(const Here& here, const Plan& plan, const device::SlotParts& parts, int round) {
+  const Tensor ids = here.empty({plan.ids.size(0), plan.ids.size(1)}, ScalarType::Int);
+  check_launch(here.kernels().slots_fetch(&plan.fields, &parts, round, mutable_pointer<int>(ids), here.sms(),
+                                          here.stream()),
+               "fp4_kernel_slots_fetch");
+  return ids;
+}
+
+Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
+                 const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
+                 const Tensor& w2_scale, const OptionalTensor& w2_global_scale,
+                 const OptionalTensor& w13_bias, const OptionalTensor& w2_bias,
+                 const std::vector<Tensor>& slots, const Tensor& state, const std::string& format,
+                 const std::string& layout, const std::string& activation, const std::string& a_format,
+                 std::optional<ScalarType> out_dtype) {
+  const Experts shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
+                                  w2_global_scale, format, layout, activation, a_format, w13_bias, w2_bias);
+  const OptionalTensor all[] = {w13,      w13_scale,       w13_global_scale, w2,
+                                w2_scale, w2_global_scale, w13_bias,         w2_bias};
+  std::vector<Tensor> host;
+  for (const OptionalTensor& t : all)
+    if (t) host.push_back(*t);
+  if (slots.size() != host.size())
+    fail("slots has ", slots.size(), " tensors; it must have ", host.size(),
+         ", one for each tensor of weights");
+  const int64_t experts = shape.up.groups, count = slots[0].dim() > 0 ? slots[0].size(0) : 0;
+  const device::SlotParts parts = parts_of(host, slots, experts, count);
+  check_device("state", state, "x", x);
+  if (state.numel() != experts + count + device::kSlotCounters)
+    fail("state has ", state.numel(), " elements; it must have ", experts + count + device::kSlotCounters,
+         ": ", experts, " experts, ", count, " slots and ", int(device::kSlotCounters), " counters");
+
+  OptionalTensor cached[std::size(all)];
+  for (size_t i = 0, next = 0; i < std::size(all); ++i)
+    if (all[i]) cached[i] = slots[next++];
+  const auto block = [&](bool combined, const Tensor& ids, std::optional<ScalarType> dtype) {
+    return run_moe(combined, 0, nullptr, x, ids, topk_weights, *cached[0], *cached[1], cached[2], *cached[3],
+                   *cached[4], cached[5], cached[6], cached[7], format, layout, activation, a_format, dtype);
+  };
+  const ScalarType dtype = resolve_out_dtype(x, out_dtype);
+  if (topk_ids.numel() == 0) return block(true, topk_ids, dtype).out;
+  const Here here(state);
+  const Plan plan = make_plan(here, topk_ids, state, count);
+  if (plan.fields.rounds == 1) return block(true, fetch(here, plan, parts, 0), dtype).out;
+
+  // Each row has its expert in one round. So rows are collected and added up at the end, as without rounds.
+  std::optional<Tensor> rows, sums;
+  for (int round = 0; round < plan.fields.rounds; ++round) {
+    const Tensor ids = fetch(here, plan, parts, round);
+    const Outcome made = block(false, ids, ScalarType::Float);
+    if (!made.rows) {
+      sums =
+          sums ? torch::stable::sum(call("aten::stack", "", std::vector<Tensor>{*sums, made.out}, int64_t(0)),
+                                    std::vector<int64_t>{0})
+               : made.out;
+      continue;
+    }
+    Tensor its = made.out;
+    if (made.sorted) {
+      Tensor order = made.sorted->made;
+      const int64_t pairs = topk_ids.numel();
+      its = call("aten::index_select", "", its, int64_t(0),
+                 torch::stable::narrow(order, 0, count + pairs, pairs));
+    }
+    const Tensor here_now =  // ~-1 is 0
+        torch::stable::reshape(to_dtype(call("aten::bitwise_not", "", ids), ScalarType::Bool),
+                               std::vector<int64_t>{-1, 1});
+    Tensor none = here.empty({1, 1}, its.scalar_type());
+    rows = call("aten::where", "self", here_now, its, rows ? *rows : torch::stable::zero_(none));
+  }
+  if (sums) return to_dtype(*sums, dtype);
+  const Tensor out = here.empty({x.size(0), shape.down.n}, dtype);
+  combine(here, *rows, nullptr, plan.ids, as_contiguous(topk_weights), w2_bias, int(experts), out);
+  return out;
+}
+
+// The pieces, for tests and measurements.
+
+std::tuple<Tensor, Tensor> slots_plan(const Tensor& topk_ids, const Tensor& state, int64_t slots) {
+  const Plan plan = make_plan(Here(state), topk_ids, state, slots);
+  return {plan.fetches, plan.place};
+}
+
+Tensor slots_fetch(const Tensor& topk_ids, const Tensor& fetches, const Tensor& place,
+                   const std::vector<Tensor>& host, const std::vector<Tensor>& slots, int64_t round) {
+  const Here here(place);
+  Plan plan{as_contiguous(topk_ids), fetches, place, {}};
+  plan.fields = {.ids = pointer(plan.ids),
+                 .wide = plan.ids.scalar_type() == ScalarType::Long,
+                 .pairs = int(topk_ids.numel()),
+                 .experts = int(place.numel()),
+                 .slots = int(fetches.size(1) / 2),
+                 .rounds = int(fetches.size(0)),
+                 .fetches = mutable_pointer<int>(fetches),
+                 .place = mutable_pointer<int>(place)};
+  return fetch(here, plan, parts_of(host, slots, place.numel(), plan.fields.slots), int(round));
+}
+
+}  // namespace
+
+#define FP4_FRAGMENT(library, m) STABLE_TORCH_LIBRARY_FRAGMENT(library, m)
+FP4_FRAGMENT(FP4_PARTS_LIBRARY, m) {
+  m.def(
+      "moe_slots(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
+      "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, Tensor? w13_bias, "
+      "Tensor? w2_bias, *, Tensor[] slots, Tensor state, str format, str layout, str activation, "
+      "str a_format, ScalarType? out_dtype) -> Tensor");
+  m.def("slots_plan(Tensor topk_ids, Tensor(a!) state, int slots) -> (Tensor, Tensor)");
+  m.def(
+      "slots_fetch(Tensor topk_ids, Tensor fetches, Tensor place, Tensor[] host, Tensor(a!)[] slots, "
+      "int round) -> Tensor");
+}
+FP4_REGISTER(FP4_PARTS_LIBRARY, FP4_DISPATCH_KEY, m) {
+  m.impl("moe_slots", FP4_BOX(moe_slots));
+  m.impl("slots_plan", FP4_BOX(slots_plan));
+  m.impl("slots_fetch", FP4_BOX(slots_fetch));
+}
+
+}  // namespace fp4::cuda

@@ -1,0 +1,220 @@
+// Experts in host memory, with slots on the GPU for those in use. Which experts a call wants, which of them
+// have a slot, which slots the others get and what is copied there is decided on the GPU: the host reads
+// nothing, so CUDA graphs replay it with other routings.
+//
+// Three kernels: `plan` (one thread block) reads the routing and the cache's state; `fetch` copies the
+// experts that lack a slot out of mapped memory of the host; `assign` turns experts' ids into slots' numbers.
+// A call that wants more experts than there are slots goes in rounds, each with a fetch, an assign and a
+// product.
+#include <algorithm>
+#include <cstdint>
+
+#include "launch.cuh"
+#include "ptx.cuh"
+
+namespace fp4::device {
+namespace {
+
+constexpr int kMostThreads = 1024;  // of `plan`, which has one for each expert and one for each slot
+constexpr int kWarps = kMostThreads / 32;
+constexpr uint32_t kEmpty = ~0u;  // the age of a slot without an expert
+
+__device__ __forceinline__ int read_id(const SlotPlan& p, int pair) {
+  const int64_t id = p.wide ? static_cast<const int64_t*>(p.ids)[pair] : static_cast<const int*>(p.ids)[pair];
+  return id >= 0 && id < p.experts ? int(id) : -1;
+}
+
+// The experts that are wanted come in an order: those with a slot first, then the others, each by number. A
+// round takes as many of that order as there are slots. In the first one, experts with a slot keep it and the
+// others get the slots whose experts were used longest ago, empty ones first, of equal age the lower number;
+// in later rounds an expert's place in the order decides.
+__global__ void __launch_bounds__(kMostThreads) plan_kernel(const SlotPlan p) {
+  __shared__ int wanted[kMostThreads];    // by expert
+  __shared__ uint32_t age[kMostThreads];  // by slot; 0: its expert is wanted
+  __shared__ uint8_t occupied[kMostThreads], taken[kMostThreads];
+  __shared__ int victims[kMostThreads];  // slots that may be taken, oldest first
+  __shared__ int totals[kWarps];
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, warps = blockDim.x / 32;
+  int* slot_of = p.state;                                             // [experts]
+  auto* last_use = reinterpret_cast<uint32_t*>(p.state + p.experts);  // [slots]
+  auto* counters = reinterpret_cast<uint32_t*>(p.state + p.experts + p.slots);
+  const uint32_t now = counters[kSlotClock] + 1;
+
+  wanted[tid] = occupied[tid] = taken[tid] = 0;
+  __syncthreads();
+  for (int i = tid; i < p.pairs; i += blockDim.x) {
+    const int id = read_id(p, i);
+    if (id >= 0) wanted[id] = 1;
+  }
+  int slot = tid < p.experts ? slot_of[tid] : -1;
+  if (slot < 0 || slot >= p.slots) slot = -1;
+  if (slot >= 0) occupied[slot] = 1;
+  __syncthreads();
+  const bool want = tid < p.experts && wanted[tid] != 0, hit = want && slot >= 0, miss = want && slot < 0;
+  if (tid < p.slots) age[tid] = occupied[tid] ? max(1u, now - last_use[tid]) : kEmpty;
+
+  // Exclusive sums over the experts before this one: hits in the lower half of a word, misses in the upper.
+  const int mine = int(hit) + (int(miss) << 16);
+  int scan = mine;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const int other = __shfl_up_sync(~0u, scan, d);
+    if (lane >= d) scan += other;
+  }
+  if (lane == 31) totals[warp] = scan;
+  __syncthreads();
+  int before = scan - mine, all = 0;
+  for (int w = 0; w < warps; ++w) {
+    if (w < warp) before += totals[w];
+    all += totals[w];
+  }
+  const int hits = all & 0xFFFF, misses = all >> 16, total = hits + misses;
+  const int first_misses = min(misses, p.slots - hits);  // that the first round takes
+  const int nth_miss = before >> 16, order = hit ? before & 0xFFFF : hits + nth_miss;
+  const int round = order / p.slots;
+  if (hit) age[slot] = 0;
+  __syncthreads();
+  if (tid < p.slots && age[tid] != 0) {
+    const uint32_t own = age[tid];
+    int older = 0;
+    for (int s = 0; s < p.slots; ++s) older += int(age[s] > own || (age[s] == own && s < tid));
+    victims[older] = tid;
+  }
+  __syncthreads();
+
+  int to = slot;
+  if (miss) {
+    to = round == 0 ? victims[nth_miss] : order % p.slots;
+    if (round == 0) taken[to] = 1;
+    int* fetch = p.fetches + round * (1 + 2 * p.slots) + 1;
+    const int at = round == 0 ? nth_miss : order % p.slots;
+    fetch[2 * at] = tid;
+    fetch[2 * at + 1] = to;
+  }
+  for (int r = tid; r < p.rounds; r += blockDim.x)
+    p.fetches[r * (1 + 2 * p.slots)] = r == 0 ? first_misses : max(0, min(p.slots, total - r * p.slots));
+  __syncthreads();
+
+  if (tid < p.experts) {
+    p.place[tid] = want ? round * p.slots + to : -1;
+    if (want) {
+      // Does a later round put another expert there?
+      const bool stays = round == 0 ? p.slots + to >= total : order + p.slots >= total;
+      slot_of[tid] = stays ? to : -1;
+      if (stays) last_use[to] = now;
+    } else {
+      slot_of[tid] = slot >= 0 && !taken[slot] ? slot : -1;
+    }
+  }
+  if (tid == 0) {
+    counters[kSlotClock] = now;
+    counters[kSlotWanted] += total;
+    counters[kSlotFetched] += misses;
+  }
+}
+
+constexpr int kFetchThreads = 256;
+constexpr int kAtOnce = 4;  // loads of a thread under way together
+constexpr int kChunk = kFetchThreads * kAtOnce * 16;
+
+__device__ __forceinline__ uint4 load_once(const uint4* p) { return load_stream(p); }
+template <class T>
+__device__ __forceinline__ T load_once(const T* p) {
+  return *p;
+}
+
+template <class T>
+__device__ __forceinline__ void copy(const uint8_t* from, uint8_t* to, int bytes) {
+  const auto* source = reinterpret_cast<const T*>(from);
+  auto* target = reinterpret_cast<T*>(to);
+  const int n = bytes / int(sizeof(T));
+  for (int first = threadIdx.x; first < n; first += kAtOnce * kFetchThreads) {
+    T v[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * kFetchThreads < n) v[i] = load_once(source + first + i * kFetchThreads);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * kFetchThreads < n) target[first + i * kFetchThreads] = v[i];
+  }
+}
+
+// Thread blocks take chunks of all experts of the round in turn.
+__global__ void __launch_bounds__(kFetchThreads)
+    fetch_kernel(const SlotParts parts, const int* fetch, const int chunks) {
+  const int count = fetch[0];
+  const int64_t end = int64_t(count) * chunks;
+  for (int64_t at = blockIdx.x; at < end; at += gridDim.x) {
+    const int item = int(at / chunks);
+    const int expert = fetch[1 + 2 * item], slot = fetch[2 + 2 * item];
+    int64_t offset = at % chunks;  // in chunks of this expert, then of the part
+    SlotPart part;
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < kMaxSlotParts; ++i) {
+      const int64_t its = (parts.part[i].bytes + kChunk - 1) / kChunk;
+      if (!found && offset < its) {
+        part = parts.part[i];
+        found = true;
+      }
+      if (!found) offset -= its;
+    }
+    const int64_t begin = offset * kChunk;
+    const auto* from = part.host + expert * part.bytes + begin;
+    auto* to = part.slots + slot * part.bytes + begin;
+    const int bytes = int(min(part.bytes - begin, int64_t(kChunk)));
+    const uint64_t any = reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to) | bytes;
+    if (any % 16 == 0) {
+      copy<uint4>(from, to, bytes);
+    } else if (any % 4 == 0) {
+      copy<uint32_t>(from, to, bytes);
+    } else {
+      copy<uint8_t>(from, to, bytes);
+    }
+  }
+}
+
+constexpr int kAssignThreads = 256;
+
+__global__ void __launch_bounds__(kAssignThreads) assign_kernel(const SlotPlan p, const int round, int* to) {
+  wait_previous_kernel();
+  release_next_kernel();
+  const int pair = blockIdx.x * kAssignThreads + threadIdx.x;
+  if (pair >= p.pairs) return;
+  const int id = read_id(p, pair), place = id >= 0 ? p.place[id] : -1;
+  to[pair] = place >= 0 && place / p.slots == round ? place % p.slots : -1;
+}
+
+}  // namespace
+}  // namespace fp4::device
+
+using namespace fp4::device;
+
+// Not `dependent`: what it writes belongs to the call before until that has ended.
+extern "C" int fp4_kernel_slots_plan(const SlotPlan* plan, void* stream) {
+  const int most = std::max(plan->experts, plan->slots);
+  if (most > kMostThreads || plan->slots < 1 || plan->rounds < 1) return cudaErrorInvalidValue;
+  const int threads = std::max(128, (most + 31) / 32 * 32);
+  return launch_kernel(plan_kernel, {dim3(1), dim3(threads)}, false, static_cast<cudaStream_t>(stream),
+                       *plan);
+}
+
+// Copies what the plan says of a round, and then makes ids [pairs] the slots of the experts of that round; -1
+// for those of other rounds, and for ids of no expert. The product that follows may read weights before it
+// waits for the kernel before it: so `assign`, which is that kernel, begins only when `fetch` has ended.
+extern "C" int fp4_kernel_slots_fetch(const SlotPlan* plan, const SlotParts* parts, int round, int* ids,
+                                      int blocks, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  int64_t chunks = 0;
+  for (const SlotPart& part : parts->part) chunks += (part.bytes + kChunk - 1) / kChunk;
+  const int* fetch = plan->fetches + int64_t(round) * (1 + 2 * plan->slots);
+  if (chunks > 0) {
+    const int error = launch_kernel(fetch_kernel, {dim3(blocks), dim3(kFetchThreads)}, false, s, *parts,
+                                    fetch, int(chunks));
+    if (error != 0) return error;
+  }
+  if (plan->pairs == 0) return 0;
+  return launch_kernel(assign_kernel,
+                       {dim3((plan->pairs + kAssignThreads - 1) / kAssignThreads), dim3(kAssignThreads)},
+                       false, s, *plan, round, ids);
+}
