@@ -30,6 +30,8 @@ class Options:
     strict: bool = False
     """True if experts that keep their original weights are an error."""
     inductor: dict[str, Any] = field(default_factory=dict)
+    batch_invariant: bool = False
+    """True if a row's bits must not depend on the other rows."""
 
     @property
     def wanted(self) -> str:
@@ -70,7 +72,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     activation = given.pop("activation", "auto")
     check_activation_choice(activation, format)
-    switches = {name: given.pop(name, False) for name in ("linear", "strict")}
+    switches = {name: given.pop(name, False) for name in ("linear", "strict", "batch_invariant")}
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"fp4: {name} is {value!r}; it must be True or False")
@@ -90,11 +92,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
         if name not in known:
             raise ValueError(
                 f"fp4: unknown option {key!r}. fp4's own options are format, activation, "
-                f"{', '.join(KINDS)}, linear and strict; "
+                f"{', '.join(KINDS)}, linear, strict and batch_invariant; "
                 "all others must be Inductor's (torch._inductor.list_options())."
             )
         inductor[name] = value
-    return Options(format, activation, outside, switches["strict"], inductor)
+    return Options(format, activation, outside, switches["strict"], inductor, switches["batch_invariant"])
 
 
 @functools.cache

@@ -318,7 +318,11 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("topk", _topk, when=_has_operators),
     Pass("attention", _attention, when=_has_operators),
     Pass("sums", _sums, when=_has_operators),
-    Pass("step_linears", _step_linears, when=_has_operators),
+    Pass(
+        "step_linears",
+        _step_linears,
+        when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its kernel is for one row
+    ),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass("strides", _strides, when=lambda s: s.rewritten is not None),
 )

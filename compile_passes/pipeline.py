@@ -63,7 +63,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         return None, frame
     for device in {x.device.type for x in inputs if isinstance(x, torch.nn.Parameter)}:
         # An activation this device cannot take is the user's error.
-        options.a_format(device, preferred_layout(device, a_format=options.wanted))
+        options.a_format(device, _any_layout(device, options))
     try:
         rewritten, frame.sites, frame.unrouted = _rewritten(gm, inputs, options, {}, {}, passes)
         frame.also = rewritten.also if rewritten is not None else []
@@ -77,6 +77,11 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         frame.change = advice.STACK_DEPTH if isinstance(error, RecursionError) else str(advice.FAULT)
         return None, frame
     return rewritten, frame
+
+
+def _any_layout(device: str, options: Options) -> str:
+    """Returns a device's layout where no weight is known yet. Raises ValueError where it has none."""
+    return preferred_layout(device, a_format=options.wanted, batch_invariant=options.batch_invariant)
 
 
 def _rewritten(

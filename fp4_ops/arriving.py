@@ -33,9 +33,16 @@ class ArrivingExperts:
     """
 
     def __init__(
-        self, model: nn.Module, format: str, activation: str, trainable_inputs: bool, shared: set[str]
+        self,
+        model: nn.Module,
+        format: str,
+        activation: str,
+        trainable_inputs: bool,
+        shared: set[str],
+        batch_invariant: bool = False,
     ) -> None:
         self.format, self.activation, self.trainable_inputs = format, activation, trainable_inputs
+        self.batch_invariant = batch_invariant
         self.found: dict[str, Any] = {}
         self.plans: dict[str, Plan] = {}
         self.parameters: dict[str, tuple[str, str]] = {}
@@ -93,8 +100,9 @@ class ArrivingExperts:
         device, self._dtype = weight.device.type, weight.dtype
         wanted = A_FORMATS[self.activation] or "auto"
         layout = preferred_layout(
-            device, *self._shapes, dtype=weight.dtype, format=self.format, a_format=wanted
-        )
+            device, *self._shapes, dtype=weight.dtype, format=self.format, a_format=wanted,
+            batch_invariant=self.batch_invariant,
+        )  # fmt: skip
         check_activation(self.activation, device, layout)
         self._quantizer = Quantizer(self.format, find_method("rtn", self.format), None, layout)
         return self._quantizer
@@ -105,7 +113,9 @@ class ArrivingExperts:
         for name, p in self.plans.items():
             module = self.found[name]
             if all(isinstance(getattr(module, attribute), PackedWeight) for _, attribute in p.form.weights):
-                finish_module(module, p, self.activation, self.trainable_inputs, self._dtype)
+                finish_module(
+                    module, p, self.activation, self.trainable_inputs, self._dtype, self.batch_invariant
+                )
                 done.append(name)
         if done:
             choose_implementation(model)

@@ -81,13 +81,17 @@ def summary(experts: list[nn.Module]) -> str:
     return f"{len(experts)} experts as modules, {sizes}"
 
 
-def put(linear: nn.Linear, operands: Operands, format: str, method: str = "rtn") -> int:
+def put(
+    linear: nn.Linear, operands: Operands, format: str, method: str = "rtn", batch_invariant: bool = False
+) -> int:
     """Replaces a Linear's weight by `operands` [1, N, K] in layout plain. Returns its size in bytes."""
     (n, k), dtype = linear.weight.shape, linear.weight.dtype
     packed, block_scale, global_scale = (t[0] if t is not None and t.numel() else None for t in operands)
     assert packed is not None and block_scale is not None
     tensor = FP4Tensor(packed, block_scale, global_scale, format=format, dtype=dtype, k=k, method=method)
-    layout = preferred_layout(packed.device.type, (n, k), dtype=dtype, format=format)
+    layout = preferred_layout(
+        packed.device.type, (n, k), dtype=dtype, format=format, batch_invariant=batch_invariant
+    )
     tensor = tensor.prepack(layout)
     linear.weight = nn.Parameter(tensor, requires_grad=False)
     return tensor.nbytes

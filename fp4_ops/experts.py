@@ -15,7 +15,7 @@ from .distributed.parts import Part, local
 from .input_gradients import FrozenExperts
 from .meta.formats import FORMATS, activation_name, known_activation
 from .meta.gradients import call
-from .meta.layouts import LAYOUTS, block_scales, byte_view, packed_spec, preferred_layout
+from .meta.layouts import LAYOUTS, block_scales, byte_view, packed_spec, preferred_layout, same_bytes
 from .relayout import Operands, relayout
 
 IMPLEMENTATION = "fp4"
@@ -197,7 +197,7 @@ class PackedWeight(nn.Module):
     def in_layout(self, layout: str) -> Operands:
         """Returns packed, block_scale and global_scale in another layout."""
         operands: Operands = self()
-        if layout == self.layout:
+        if same_bytes(layout, self.layout):
             return operands
         packed, scale, factor = relayout(operands, self.format, self.k, self.layout, layout)
         if not self.interleaved:
@@ -216,16 +216,16 @@ class PackedWeight(nn.Module):
 
     def set_layout(self, layout: str) -> None:
         """Converts the buffers to another layout."""
-        if layout == self.layout:
+        if same_bytes(layout, self.layout):
+            self.layout = layout
             return
         if self._parameters:
             raise ValueError(f"fp4: the 4-bit weights need layout '{layout}' there, {IN_PLACE}")
-        if self.interleaved and layout not in (self.layout, "plain"):
+        if self.interleaved and layout != "plain":
             self.set_layout("plain")
         packed, scale, self.global_scale = self.in_layout(layout)
         self.packed, self.block_scale = byte_view(packed), byte_view(scale)
-        if layout != self.layout:
-            self.layout, self.interleaved = layout, False
+        self.layout, self.interleaved = layout, False
 
     @property
     def shared_layout(self) -> SharedLayout:
@@ -276,7 +276,11 @@ class PackedWeight(nn.Module):
         if state is not None and (words := self._of_another_part(state)):
             args[-1].append(f"{prefix.rstrip('.')}: {words}")
             return
-        if self._parameters and state is not None and list(LAYOUTS)[int(state[1])] != self.layout:
+        if (
+            self._parameters
+            and state is not None
+            and not same_bytes(list(LAYOUTS)[int(state[1])], self.layout)
+        ):
             args[-1].append(f"{prefix.rstrip('.')}: saved in another layout than '{self.layout}', {IN_PLACE}")
             return
         if complete and STORED_FORMATS[int(state[0])] == self.format:
@@ -345,13 +349,21 @@ class SharedLayout:
     """The weights of one experts module. They share one layout that suits all of them and their activations.
 
     `dtype`: that of the activations, None if unknown. `a_format`: how they will be quantised, as an argument
-    of `fp4::moe`.
+    of `fp4::moe`. `batch_invariant`: True if the kernels of the layout must be batch invariant.
     """
 
+    batch_invariant = False
+    """Default for models that older releases pickled."""
+
     def __init__(
-        self, weights: list[PackedWeight], dtype: torch.dtype | None = None, a_format: str = "none"
+        self,
+        weights: list[PackedWeight],
+        dtype: torch.dtype | None = None,
+        a_format: str = "none",
+        batch_invariant: bool = False,
     ) -> None:
         self.weights, self.dtype, self.a_format = weights, dtype, a_format
+        self.batch_invariant = batch_invariant
 
     def join(self) -> None:
         """Connects the weights, so that they keep one layout wherever they move."""
@@ -364,10 +376,15 @@ class SharedLayout:
         layout = preferred_layout(
             first.packed.device.type, *((w.packed.shape[-2], w.k) for w in self.weights),
             dtype=self.dtype, format=first.format, a_format=self.a_format,
+            batch_invariant=self.batch_invariant,
         )  # fmt: skip
         try:
             self._set(layout)
         except (RuntimeError, ValueError) as error:  # the layout cannot represent these scales
+            if self.batch_invariant:
+                raise ValueError(
+                    f"fp4: batch_invariant=True, and {error}. Leave batch_invariant out"
+                ) from None
             reason = str(error)
             self._set("plain")
         return reason

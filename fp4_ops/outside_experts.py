@@ -56,6 +56,7 @@ class Outside:
     formats: Mapping[Kind, str]
     places: Mapping[Kind, Mapping[str, nn.Linear]]
     """Layers of each kind, by the name of the weight."""
+    batch_invariant: bool = False
 
     def pack(self) -> list[OutsideWeights]:
         """Replace the weights, one at a time, by FP4Tensors; the originals are freed."""
@@ -71,7 +72,8 @@ class Outside:
                 continue
             before += weight.nbytes
             with torch.inference_mode(False), torch.no_grad():
-                after += put(linear, torch.ops.fp4.quantize(weight.detach()[None], format), format)
+                codes = torch.ops.fp4.quantize(weight.detach()[None], format)
+                after += put(linear, codes, format, batch_invariant=self.batch_invariant)
             packed[id(weight)] = linear.weight
             untie(self.model, name)
         return OutsideWeights(kind, format, len(self.places[kind]), before, after)
@@ -87,7 +89,12 @@ def check_gradients(formats: Mapping[Kind, str], trainable_inputs: bool) -> None
         )
 
 
-def find_outside(model: nn.Module, wanted: Mapping[Kind, str], trainable_inputs: bool = False) -> Outside:
+def find_outside(
+    model: nn.Module,
+    wanted: Mapping[Kind, str],
+    trainable_inputs: bool = False,
+    batch_invariant: bool = False,
+) -> Outside:
     """Find the layers of the kinds that `wanted` gives a format, and check their weights.
 
     Raises ValueError for a format that does not exist, for a kind without layers in the model, for weights
@@ -106,7 +113,7 @@ def find_outside(model: nn.Module, wanted: Mapping[Kind, str], trainable_inputs:
             raise ValueError(
                 f"fp4: {kind} is {formats[kind]!r}, and the model has no such linear layer. Leave it out"
             )
-    return Outside(model, formats, places)
+    return Outside(model, formats, places, batch_invariant)
 
 
 def untie(model: Any, name: str) -> None:

@@ -43,6 +43,7 @@ def pack_experts(
     trainable_inputs: bool = False,
     ep_group: Any = None,
     max_tokens: int = MAX_TOKENS,
+    batch_invariant: bool = False,
 ) -> PrepareReport:
     """Does everything that `fp4_ops.prepare` does (same arguments), except the support for saving the
     model."""
@@ -69,7 +70,9 @@ def pack_experts(
         for name, p in plans.items():
             _check_weights(name, found[name], p, format)
         device, dtype, shapes = _weights(found, plans, lists)
-        layout = preferred_layout(device, *shapes, dtype=dtype, format=format, a_format=wanted)
+        layout = preferred_layout(
+            device, *shapes, dtype=dtype, format=format, a_format=wanted, batch_invariant=batch_invariant
+        )
         check_activation(activation, device, layout)
         quantizer = Quantizer(format, chosen, calibration, layout)
         for name, p in plans.items():
@@ -82,7 +85,7 @@ def pack_experts(
     sizes = _replace_weights(found, plans, quantizer)
     of_lists = _replace_linears(lists, quantizer)
     for name, p in plans.items():
-        finish_module(found[name], p, activation, trainable_inputs, dtype)
+        finish_module(found[name], p, activation, trainable_inputs, dtype, batch_invariant)
     if plans:
         choose_implementation(model)
     if device == "cpu":
@@ -109,7 +112,14 @@ def pack_experts(
     return report
 
 
-def finish_module(module: Any, p: Plan, activation: str, trainable_inputs: bool, dtype: torch.dtype) -> None:
+def finish_module(
+    module: Any,
+    p: Plan,
+    activation: str,
+    trainable_inputs: bool,
+    dtype: torch.dtype,
+    batch_invariant: bool = False,
+) -> None:
     """Makes an experts module with packed weights run in 4 bits."""
     module._fp4_recipe = Recipe(p.form.of(module), p.gate, A_FORMATS[activation], trainable_inputs, p.part)
     if trainable_inputs:
@@ -117,7 +127,7 @@ def finish_module(module: Any, p: Plan, activation: str, trainable_inputs: bool,
     if p.part is not None:
         keep_for_itself(module)
     weights = [getattr(module, p.form.gate_up), getattr(module, p.form.down)]
-    SharedLayout(weights, dtype, A_FORMATS[activation] or "auto").join()
+    SharedLayout(weights, dtype, A_FORMATS[activation] or "auto", batch_invariant).join()
     take_new_weights(module)
 
 
@@ -231,7 +241,10 @@ def _replace_linears(lists: dict[str, list[nn.Module]], quantizer: Quantizer) ->
         (name, first), *others = places.pop(weight)
         with torch.inference_mode(False), torch.no_grad():
             codes = quantizer.quantize(weight.detach()[None], None)
-            size = put(first, codes, quantizer.format, quantizer.method.name)
+            size = put(
+                first, codes, quantizer.format, quantizer.method.name,
+                batch_invariant=LAYOUTS[quantizer.layout].batch_invariant,
+            )  # fmt: skip
         for _, other in others:
             other.weight = first.weight
         before, after = sizes[name]

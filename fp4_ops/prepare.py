@@ -27,6 +27,7 @@ def prepare(
     trainable_inputs: bool = False,
     ep_group: Any = None,
     max_tokens: int = MAX_TOKENS,
+    batch_invariant: bool = False,
 ) -> PrepareReport:
     """Replaces the expert weights of a transformers model by 4-bit ones, in place. The originals are freed.
 
@@ -66,19 +67,24 @@ def prepare(
     max_tokens: for experts that are spread over GPUs of one node: the most tokens that a process sends to a
         block at once over NVLink. It determines the size of the buffers. Calls with more tokens use
         torch.distributed's collectives.
+    batch_invariant: True makes a token's results in 4 bits independent of the rest of its batch, bit for bit.
+        It costs time where kernels for many tokens sum in another order (docs/operators.md#batch-invariance).
+        The rest of the model computes as before. ValueError if the device has no such kernels.
 
     Returns a report with one entry for each experts module. Modules that fp4::moe cannot express are left
     alone and keep running as before; the report says why. Raises ValueError if nothing could be prepared, or
     if weights are on the meta device or hold NaN or infinity; the model is then unchanged.
     """
-    outside = find_outside(model, {"attention": attention, "dense": dense, "head": head}, trainable_inputs)
+    outside = find_outside(
+        model, {"attention": attention, "dense": dense, "head": head}, trainable_inputs, batch_invariant
+    )
     report = pack_experts(
         model, format, activation, method=method, calibration=calibration, trainable_inputs=trainable_inputs,
-        ep_group=ep_group, max_tokens=max_tokens,
+        ep_group=ep_group, max_tokens=max_tokens, batch_invariant=batch_invariant,
     )  # fmt: skip
     report.outside = outside.pack()
     if hasattr(model, "save_pretrained") and any(m.calls_moe for m in report.modules):
         from .checkpoints.hf import attach  # which imports transformers
 
-        attach(model, format, activation, trainable_inputs)
+        attach(model, format, activation, trainable_inputs, batch_invariant)
     return report

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .meta.formats import FORMATS
-from .meta.layouts import LAYOUTS
+from .meta.layouts import LAYOUTS, same_bytes
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
 
@@ -18,14 +18,16 @@ def relayout(operands: Operands, format: str, k: int, source: str, target: str) 
     scale is None if the result has none.
     """
     packed, block_scale, global_scale = operands
-    if source not in (target, "plain"):
+    if same_bytes(source, target):
+        return operands
+    if source != "plain":
         packed, block_scale, global_scale = torch.ops.fp4.unpack(
             packed, block_scale, global_scale, format, source
         )
         if LAYOUTS[source].padded(k) != k:
             blocks = FORMATS[format].num_blocks(k)
             packed, block_scale = packed[..., : k // 2].contiguous(), block_scale[..., :blocks].contiguous()
-    if target not in (source, "plain"):
+    if target != "plain":
         packed, block_scale, global_scale = torch.ops.fp4.prepack(
             packed, block_scale, global_scale, format, target
         )

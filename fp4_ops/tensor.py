@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .meta.dtensors import refuse_dtensors
-from .meta.layouts import block_scales, byte_view
+from .meta.layouts import LAYOUTS, block_scales, byte_view
 from .meta.torch_internals import make_wrapper_subclass, no_torch_function
 from .relayout import Operands, relayout
 
@@ -264,6 +264,8 @@ def _to_copy(func: Any, w: FP4Tensor, *, dtype: torch.dtype | None = None, **kwa
         _refuse(func, f"its dtype cannot be {str(dtype).removeprefix('torch.')}")
     device = torch.device(kwargs.get("device") or w.device)
     if device.type != w.device.type:  # a kernel layout belongs to one kind of device
+        if LAYOUTS[w.weight_layout].batch_invariant and device.type != "meta":
+            _refuse(func, f"it is batch invariant on {w.device.type}, and would not be on {device.type}")
         w = w.prepack("plain")
     return w._map(lambda t: func(t, **kwargs), dtype=dtype)
 

@@ -21,6 +21,9 @@ of this layout reads fp8 activations; many int8 rows are a form of `fp4::moe` al
 shape of `sm90`. block_scale is float32 [..., N, Kp/block] with its values in the order [..., N/16, Kp/block,
 16 rows]. global_scale is float32 [...]: a power of two that divides the matrix's block scales, so that 8
 times the largest of them lies between 224 and 448, the largest e4m3. csrc/cpu/sm90_layout.h has the bits.
+
+`tile16_invariant`: the bytes of `tile16`. The name tells the kernels that a row's bits must not depend on the
+other rows of a call, so they take one order of sums for any number of rows (docs/operators.md).
 """
 
 from __future__ import annotations
@@ -61,6 +64,15 @@ class Layout:
     """Values of `a_format` that `fp4::moe` takes with this layout. Empty: all."""
     a_layout: str = "plain"
     """Order of fp8 activations: the `layout` of `fp4::quantize_fp8`."""
+    base: str = ""
+    """Layout with the same bytes. Empty: no other has them."""
+    batch_invariant: bool = False
+    """True if the kernels sum a row in one order, whatever other rows are in a call."""
+
+    @property
+    def order(self) -> str:
+        """Name of the order of the bytes."""
+        return self.base or self.name
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -139,8 +151,15 @@ LAYOUTS = {
             a_formats=("fp8", "auto"),
             a_layout="sm90",
         ),
+        Layout("tile16_invariant", base="tile16", batch_invariant=True),
     )
 }
+"""By name. State dicts hold a layout's place in here, so new ones go to the end."""
+
+
+def same_bytes(layout: str, other: str) -> bool:
+    """True if weights in one layout are weights in the other under another name."""
+    return LAYOUTS[layout].order == LAYOUTS[other].order
 
 
 def packed_spec(
@@ -194,7 +213,7 @@ TILE16_ROWS = 16
 TILE16_K = 32
 
 
-_preferred: dict[str, Callable[[], tuple[str, ...]]] = {"cpu": lambda: ("tile16",)}
+_preferred: dict[str, Callable[[], tuple[str, ...]]] = {"cpu": lambda: ("tile16", "tile16_invariant")}
 
 
 _plain: dict[str, Callable[[str | None, str], bool]] = {}
@@ -222,19 +241,41 @@ def preferred_layout(
     dtype: torch.dtype | None = None,
     format: str | None = None,
     a_format: str = "none",
+    batch_invariant: bool = False,
 ) -> str:
     """Returns the layout that the device's kernels read fastest, among those that hold all weights (N, K).
 
     `dtype` is the activations' and `format` the weights', None if not known. `a_format` says how activations
-    will be quantised before each product, as in `fp4::moe`.
+    will be quantised before each product, as in `fp4::moe`. `batch_invariant`: only among layouts whose
+    kernels are; raises ValueError if the device has none. On the meta device the weights await another one.
     """
-    if device_type in _plain and _plain[device_type](format, a_format):
+    if batch_invariant:
+        if device_type == "meta":
+            return "plain"
+        a_format = "none" if a_format == "auto" else a_format
+    elif device_type in _plain and _plain[device_type](format, a_format):
         return "plain"
-    names = _preferred.get(device_type, tuple)()
+    names = [
+        name
+        for name in _preferred.get(device_type, tuple)()
+        if LAYOUTS[name].batch_invariant == batch_invariant
+    ]
     if a_format == "auto" and not any("auto" in LAYOUTS[name].a_formats for name in names):
         a_format = "none"  # as `fp4_ops.experts.auto_a_format` decides for such layouts
     for name in names:
         a_dtypes = _reads[device_type](name) if device_type in _reads else LAYOUTS[name].a_dtypes
         if LAYOUTS[name].fits(weights, dtype, format, a_format, a_dtypes):
             return name
+    if batch_invariant:
+        raise ValueError(_no_invariant(device_type, weights, format))
     return "plain"
+
+
+def _no_invariant(device_type: str, weights: tuple[tuple[int, int], ...], format: str | None) -> str:
+    """Returns the error where no batch invariant layout holds the weights on a device."""
+    of = "".join(f" {n} x {k}," for n, k in weights)
+    return (
+        f"fp4: batch_invariant=True, and no batch invariant kernel on {device_type} multiplies weights"
+        f"{of.rstrip(',')}{f' in {format}' if format else ''}. The CPU's kernels multiply all. "
+        "Leave batch_invariant out, or move the model to the CPU"
+    )

@@ -16,6 +16,7 @@ from ..graph.nodes import PRODUCTS, aten, is_op, shape, static_int, value
 from ..graph.walks import reached
 from ..index.reader import Reader
 from ..index.terms import Ref
+from ..options import Options
 from ..recognise.evidence import Evidence, router, unrouted
 from ..recognise.mixture import Matcher
 from ..recognise.products import Batched, read_batched
@@ -56,7 +57,7 @@ def batched_products(
     for b in found:
         try:
             need_wide(b.experts[0], b.node, writer.facts)
-            packed[b.node] = writer.pack(b.experts, _layout(b), b.node)
+            packed[b.node] = writer.pack(b.experts, _layout(b, writer.options), b.node)
             if not b.shared:
                 made_of[b.node] = _before(b, graph, reader, matcher, nodes)
                 for product in _nearest_products(b.a) & written.keys():
@@ -86,9 +87,11 @@ def _nearest_products(node: fx.Node) -> set[fx.Node]:
     return {n for n in found if is_op(n, *PRODUCTS)}
 
 
-def _layout(b: Batched) -> str:
+def _layout(b: Batched, options: Options) -> str:
     device = value(b.weight).device.type
-    return preferred_layout(device) if device == "cpu" else "plain"
+    if device != "cpu" and not options.batch_invariant:
+        return "plain"
+    return preferred_layout(device, batch_invariant=options.batch_invariant)
 
 
 def _before(

@@ -123,6 +123,7 @@ class Writer:
             dtype=v.dtype,
             format=self.facts.format_of(like, format or self.options.format),
             a_format=self.options.wanted,
+            batch_invariant=self.options.batch_invariant or self.facts.is_batch_invariant(like),
         )
 
     def pack(

@@ -39,6 +39,8 @@ class Prequantized:
     inputs: int = 1
     scale_dtype: torch.dtype | None = None
     """The dtype of the block scales, if the format allows several."""
+    batch_invariant: bool = False
+    """True if its layout is batch invariant."""
 
 
 def prequantized(x: Any) -> Prequantized | None:
@@ -49,8 +51,9 @@ def prequantized(x: Any) -> Prequantized | None:
     if isinstance(x, FP4Tensor):
         choice = len(FORMATS[x.format].scale_dtypes) > 1
         return Prequantized(
-            "FP4Tensor", x.format, _fp4, x.transposed, scale_dtype=x.block_scale.dtype if choice else None
-        )
+            "FP4Tensor", x.format, _fp4, x.transposed, scale_dtype=x.block_scale.dtype if choice else None,
+            batch_invariant=LAYOUTS[x.weight_layout].batch_invariant,
+        )  # fmt: skip
     if type(x).__module__.startswith("torchao.") and type(x).__name__ in _TORCHAO:
         return _TORCHAO[type(x).__name__](x)
     return None

@@ -240,7 +240,7 @@ inline AFormat a_format_of(std::string_view name) {
   return AFormat(std::ranges::find(kAFormatNames, name) - kAFormatNames.begin());
 }
 
-// Refuses a layout that the CPU products do not read. They read plain and tile16.
+// Refuses a layout that the CPU products do not read. They read plain, tile16 and tile16_invariant.
 inline void refuse_layout(std::string_view op, const Layout& layout) {
   if (layout.native)
     fail(

@@ -39,8 +39,9 @@ inline __m512 load_scales(const uint8_t* p) {
   }
 }
 
-// With few rows, one chain of additions would have to wait for each addition. Several chains do not.
-constexpr int chains_for(int count) { return count <= 2 ? 4 : count <= 4 ? 2 : 1; }
+// Chains of additions of a row in a block of K, the same for any number of rows: a row's sums then have one
+// order. One row hardly waits for them, since the processor works on the next blocks meanwhile.
+constexpr int kFloatChains = 1, kBf16Chains = 2;
 
 // For each row: sum += b_scale * (the chains of a block, added up).
 template <int count, int chains>

@@ -11,6 +11,18 @@ namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+bool one_order(RowKind kind) {
+  const Kernels& kn = kernels();
+  return kind == RowKind::int8 || (kind == RowKind::bf16 ? kn.bf16->one_order : kn.one_order);
+}
+
+// From how many rows of an expert on tiles multiply them; 0 is never.
+int64_t min_tile_rows(RowKind kind, const Weight& weight) {
+  const TileKernels* tiles = kernels().tiles;
+  if (tiles == nullptr || (weight.batch_invariant && !tiles->same_bits(kind, weight.scale))) return 0;
+  return tiles->min_rows.of(kind);
+}
+
 }  // namespace
 
 // Reads panels of one expert's matrix: in place if the layout stores panels, else packed into `scratch_`.
@@ -78,9 +90,10 @@ Product::Product(const Activations& a, const Weight& weight, const Rows& rows, v
       out_(static_cast<uint8_t*>(out)),
       out_dtype_(out_dtype),
       kp_(padded_k(weight.k)),
-      panels_(ceil_div(weight.n, kPanelRows)) {
+      panels_(ceil_div(weight.n, kPanelRows)),
+      rows_at_once_(weight.batch_invariant && !one_order(a.kind) ? 1 : kTokenBlock) {
   const TileKernels* tiles = kernels().tiles;
-  const int64_t min_rows = tiles != nullptr ? tiles->min_rows.of(a.kind) : 0;
+  const int64_t min_rows = min_tile_rows(a.kind, weight);
   for (const Segment& s : rows.segments) {
     Units u{.blocks = 0, .first_block = int64_t(blocks_.size()), .first_cost = cost_};
     if (min_rows > 0 && s.count >= min_rows) {
@@ -91,7 +104,7 @@ Product::Product(const Activations& a, const Weight& weight, const Rows& rows, v
       u.count = ceil_div(panels_, 2) * u.row_groups;
       u.cost = std::min<int64_t>(u.blocks, kTileBlocks) * kTileRows / kTokenBlock * 2 / tiles->speed;
     } else {
-      u.row_groups = ceil_div(s.count, kTokenBlock);
+      u.row_groups = ceil_div(s.count, rows_at_once_);
       u.count = panels_ * u.row_groups;
       u.cost = 1;
     }
@@ -174,9 +187,9 @@ void Product::run_panels(size_t s, int64_t begin, int64_t end, Scratch& scratch)
   const int64_t groups = units_[s].row_groups;
   Panel panel{};
   for (int64_t unit = begin; unit < end; ++unit) {
-    const int64_t p = unit / groups, first = unit % groups * kTokenBlock;
+    const int64_t p = unit / groups, first = unit % groups * rows_at_once_;
     if (unit == begin || first == 0) panel = scratch.readers[0].read(segment.expert, p * kPanelRows);
-    const int count = int(std::min<int64_t>(kTokenBlock, segment.count - first));
+    const int count = int(std::min<int64_t>(rows_at_once_, segment.count - first));
     const uint8_t* a_rows[kTokenBlock];
     for (int i = 0; i < count; ++i) a_rows[i] = a_row(segment.begin + first + i);
     alignas(64) float tile[kTokenBlock * kPanelRows];

@@ -17,6 +17,7 @@ namespace fp4::cpu {
 struct Weight {
   const Format* format;
   Order order;
+  bool batch_invariant;  // a row's bits must not depend on the rows beside it
   Scale scale;
   int64_t groups, n, k;
   const uint8_t* codes;
@@ -59,7 +60,7 @@ class Product {
  private:
   // The units of work of one segment. There are `count`, and each costs as much as `cost` products of a panel
   // with kTokenBlock rows. With tiles, a unit is two panels and at most kTileBlocks blocks of 16 rows.
-  // Otherwise it is one panel and at most kTokenBlock rows. Units are ordered by panel, so a run of them
+  // Otherwise it is one panel and at most rows_at_once_ rows. Units are ordered by panel, so a run of them
   // reads each panel once and in the order of memory.
   struct Units {
     int64_t blocks, first_block;  // of 16 rows for tiles; 0 if the segment has few rows
@@ -85,6 +86,7 @@ class Product {
   uint8_t* const out_;
   const DType out_dtype_;
   const int64_t kp_, panels_;
+  const int rows_at_once_;  // of a panel kernel
   std::vector<Units> units_;
   int64_t cost_ = 0;
   std::vector<Segment> blocks_;  // blocks of rows for tiles, at most 16 positions each

@@ -48,6 +48,7 @@ struct Bf16Kernels {
   bool (*supported)();
   PanelKernel panels[std::size(kScales)];  // by Scale
   int64_t value_bytes;                     // bytes of one value in a row
+  bool one_order;                          // as Kernels::one_order
   // bfloat16 x [k] -> a bf16 row, padded with zeros.
   void (*prepare)(const uint16_t* x, int64_t k, uint8_t* row);
 };
@@ -70,6 +71,8 @@ struct TileKernels {
   bool (*supported)();
   MinRows min_rows;
   int64_t speed;  // speed relative to the panel kernels
+  // True if their results for such rows and block scales have the bits of the panel kernels.
+  bool (*same_bits)(RowKind kind, Scale scale);
   // The size of a packed block of 16 rows of k values. pack_rows makes it of at most 16 rows in the order of
   // the panel kernels.
   int64_t (*rows_bytes)(RowKind kind, int64_t k);
@@ -97,6 +100,9 @@ struct Kernels {
   PanelKernels panels[std::size(kScales)];  // by Scale
   const Bf16Kernels* bf16;                  // or null: then bfloat16 activations become float rows
   const TileKernels* tiles;                 // or null
+  // True if the floating panel kernels sum a row in one order, however many rows a call has. Those of int8
+  // rows always do.
+  bool one_order;
 
   // The largest magnitude in x [count]. Sets *finite to false if x holds a NaN or an infinity.
   float (*max_magnitude)(const void* x, DType dtype, int64_t count, bool* finite);

@@ -284,10 +284,9 @@ void multiply_whole(const Operands& o, int64_t steps, int64_t, int64_t planes) {
 template <bool by_row, bool by_panel, int blocks, int panels>
 void multiply_scaled(const Operands& o, int64_t steps, int64_t group, int64_t planes) {
   alignas(64) float scratch[kScratch][4][kSums];
-  // Tiles are stored after `each` steps. After `times` stores, the stored sums are added up.
-  const int64_t each = by_row ? 1 : group, times = by_row && by_panel ? std::min(kScratch, group)
-                                                   : by_row           ? kScratch
-                                                                      : 1;
+  // Tiles are stored after `each` steps. After `times` stores, the stored sums are added up. Where rows and
+  // panels have scales, these are multiplied with each other first, as in the panel kernels.
+  const int64_t each = by_row ? 1 : group, times = by_row ? kScratch : 1;
   for (int64_t s = 0; s < steps; s += times * each) {
     const int64_t stored = std::min(times, (steps - s + each - 1) / each);
     for (int64_t t = 0; t < stored; ++t) {
@@ -300,27 +299,26 @@ void multiply_scaled(const Operands& o, int64_t steps, int64_t group, int64_t pl
     for (int b = 0; b < blocks; ++b)
       for (int p = 0; p < panels; ++p) {
         float* out = o.out[b * 2 + p];
-        const float* panel_scales = o.weight_scales[p] + s * kPanelRows;
         __m512 total[kPanelRows];
 #pragma GCC unroll 16
         for (int n = 0; n < kPanelRows; ++n)
-          total[n] = by_panel || s == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + n * kTileRows);
+          total[n] = s == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + n * kTileRows);
         for (int64_t t = 0; t < stored; ++t) {
           const float* sums = scratch[t][b * 2 + p];
-          const __m512 scales =
-              by_row ? _mm512_loadu_ps(o.row_scales[b] + (s + t) * kTileRows) : _mm512_set1_ps(1.f);
+          const float* panel_scales = o.weight_scales[p] + (s + t) * kPanelRows;
+          const __m512 row_scales =
+              by_row ? _mm512_loadu_ps(o.row_scales[b] + (s + t) * kTileRows) : _mm512_setzero_ps();
 #pragma GCC unroll 16
-          for (int n = 0; n < kPanelRows; ++n)
+          for (int n = 0; n < kPanelRows; ++n) {
+            const __m512 panel_scale = by_panel ? _mm512_set1_ps(panel_scales[n]) : _mm512_setzero_ps();
+            const __m512 scales = !by_row     ? panel_scale
+                                  : !by_panel ? row_scales
+                                              : _mm512_mul_ps(panel_scale, row_scales);
             total[n] = _mm512_fmadd_ps(_mm512_load_ps(sums + n * kTileRows), scales, total[n]);
+          }
         }
 #pragma GCC unroll 16
-        for (int n = 0; n < kPanelRows; ++n) {
-          if constexpr (by_panel) {
-            const __m512 before = s == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(out + n * kTileRows);
-            total[n] = _mm512_fmadd_ps(total[n], _mm512_set1_ps(panel_scales[n]), before);
-          }
-          _mm512_storeu_ps(out + n * kTileRows, total[n]);
-        }
+        for (int n = 0; n < kPanelRows; ++n) _mm512_storeu_ps(out + n * kTileRows, total[n]);
       }
   }
 }
@@ -381,6 +379,10 @@ void multiply(RowKind kind, const uint8_t* rows, int row_count, const Panel* pan
   }
 }
 
+// Sums of int8 codes times bare codes are exact integers in either kernel, and so are those with scales that
+// are powers of two. Both then meet the same scales in the same steps. e4m3 scales one for 16 k, half a step.
+bool same_bits(RowKind kind, Scale scale) { return kind == RowKind::int8 && scale != Scale::e4m3; }
+
 bool supported() { return __builtin_cpu_supports("avx512bf16") && tiles_supported(); }
 
 }  // namespace
@@ -391,6 +393,7 @@ const TileKernels kAmxBf16 = {
                  .int8 = fitted::amx_bf16::min_rows_int8,
                  .bf16 = fitted::amx_bf16::min_rows_bf16},
     .speed = fitted::amx_bf16::speed,
+    .same_bits = same_bits,
     .rows_bytes = rows_bytes,
     .pack_rows = pack_rows,
     .panel_bytes = panel_bytes,

@@ -166,15 +166,13 @@ void panel_float(const Panel& panel, const uint8_t* const* rows, int count, floa
     const __m256 b_scale[2] = {load_scales<scale>(scales),
                                load_scales<scale>(scales + 8 * scale_size(scale))};
     scales = next_scales<scale>(panel, scales, k0 + step);
-    if (count == 1) {  // each weight is used once, right after it is decoded
+    if (count == 1) {  // each weight is used once, right after it is decoded, in the order of multiply_step
       const float* a = reinterpret_cast<const float*>(rows[0]) + k0;
-      __m256 sum[2][4] = {};  // two chains of additions hide the latency of each other
+      __m256 sum[4] = {};
       for_each_weight<scale>(codes, [&](int pair, int group, __m256 b) {
-        __m256& to = sum[pair % 2][group];
-        to = _mm256_fmadd_ps(b, broadcast_pair(a + 2 * pair), to);
+        sum[group] = _mm256_fmadd_ps(b, broadcast_pair(a + 2 * pair), sum[group]);
       });
-      for (int g = 0; g < 4; ++g) sum[0][g] = _mm256_add_ps(sum[0][g], sum[1][g]);
-      add_scaled(sum[0], b_scale, tile);
+      add_scaled(sum, b_scale, tile);
       continue;
     }
     __m256 b[step / 2][4];
@@ -209,6 +207,7 @@ const Kernels kAvx2Kernels = with_row_kernels({
                {panel_int8<Scale::f32>, panel_float<Scale::f32>}},
     .bf16 = nullptr,
     .tiles = nullptr,
+    .one_order = true,
     .arrange_float = arrange_row,
 });
 

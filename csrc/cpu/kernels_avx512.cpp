@@ -56,10 +56,9 @@ void float_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
   const uint8_t* codes = panel.codes;
   const uint8_t* scales = panel.scales;
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
-    constexpr int chains = chains_for(count);
-    __m512 dot[count][chains];
+    __m512 dot[count][kFloatChains];
     for (int m = 0; m < count; ++m)
-      for (int c = 0; c < chains; ++c) dot[m][c] = _mm512_setzero_ps();
+      for (int c = 0; c < kFloatChains; ++c) dot[m][c] = _mm512_setzero_ps();
     for (int k = 0; k < step; k += 8, codes += 64) {
       const __m512i words = _mm512_loadu_si512(codes);
       _mm_prefetch(codes + kPrefetch, _MM_HINT_T0);
@@ -70,7 +69,7 @@ void float_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
 #pragma GCC unroll 8
         for (int m = 0; m < count; ++m) {
           const float* a = reinterpret_cast<const float*>(rows[m]) + k0 + k + j;
-          dot[m][j % chains] = _mm512_fmadd_ps(b, _mm512_set1_ps(*a), dot[m][j % chains]);
+          dot[m][j % kFloatChains] = _mm512_fmadd_ps(b, _mm512_set1_ps(*a), dot[m][j % kFloatChains]);
         }
       }
     }
@@ -118,6 +117,7 @@ const Kernels kAvx512Kernels = with_row_kernels({
                {panel_kernel<Int8Tile<Scale::f32>>, panel_kernel<FloatTile<Scale::f32>>}},
     .bf16 = nullptr,
     .tiles = nullptr,
+    .one_order = true,
     .arrange_float = nullptr,
 });
 
@@ -128,6 +128,7 @@ const Bf16Kernels kAvx512WidenedBf16 = {
     .panels = {panel_kernel<FloatTile<Scale::e4m3>>, panel_kernel<FloatTile<Scale::e8m0>>,
                panel_kernel<FloatTile<Scale::bf16>>, panel_kernel<FloatTile<Scale::f32>>},
     .value_bytes = 4,
+    .one_order = true,
     .prepare = widen,
 };
 

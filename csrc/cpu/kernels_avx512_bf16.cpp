@@ -23,10 +23,9 @@ void bf16_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
   const uint8_t* codes = panel.codes;
   const uint8_t* scales = panel.scales;
   for (int64_t k0 = 0; k0 < panel.k; k0 += step) {
-    constexpr int chains = chains_for(count);
-    __m512 dot[count][chains];
+    __m512 dot[count][kBf16Chains];
     for (int m = 0; m < count; ++m)
-      for (int c = 0; c < chains; ++c) dot[m][c] = _mm512_setzero_ps();
+      for (int c = 0; c < kBf16Chains; ++c) dot[m][c] = _mm512_setzero_ps();
 #pragma GCC unroll 4
     for (int k = 0; k < step; k += 8, codes += 64) {
       const __m512i words = _mm512_loadu_si512(codes);
@@ -37,7 +36,7 @@ void bf16_tile(const Panel& panel, const uint8_t* const* rows, float* tile) {
 #pragma GCC unroll 8
         for (int m = 0; m < count; ++m) {
           const auto a = (__m512bh)broadcast4(rows[m] + (k0 + k + 2 * j) * 2);
-          dot[m][j % chains] = _mm512_dpbf16_ps(dot[m][j % chains], b, a);
+          dot[m][j % kBf16Chains] = _mm512_dpbf16_ps(dot[m][j % kBf16Chains], b, a);
         }
       }
     }
@@ -76,6 +75,7 @@ const Bf16Kernels kAvx512Bf16 = {
     .panels = {panel_kernel<Bf16Tile<Scale::e4m3>>, panel_kernel<Bf16Tile<Scale::e8m0>>,
                panel_kernel<Bf16Tile<Scale::bf16>>, panel_kernel<Bf16Tile<Scale::f32>>},
     .value_bytes = 2,
+    .one_order = true,
     .prepare = prepare,
 };
 

@@ -150,6 +150,7 @@ const TileKernels kAvx512Bf16Tiles = {
                  .int8 = fitted::avx512_bf16::min_rows_int8,
                  .bf16 = fitted::avx512_bf16::min_rows_bf16},
     .speed = fitted::avx512_bf16::speed,
+    .same_bits = [](RowKind, Scale) { return false; },
     .rows_bytes = rows_bytes,
     .pack_rows = pack_rows,
     .panel_bytes = panel_bytes,

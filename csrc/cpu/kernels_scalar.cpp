@@ -73,6 +73,7 @@ const Kernels kScalarKernels = with_row_kernels({
                {panel_int8<Scale::f32>, panel_float<Scale::f32>}},
     .bf16 = nullptr,
     .tiles = nullptr,
+    .one_order = true,
     .arrange_float = nullptr,
 });
 

@@ -162,6 +162,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
     }
     const Weight weight{.format = w.format,
                         .order = Order::plain,
+                        .batch_invariant = w.layout->batch_invariant,
                         .scale = scale_kind(w.scale_dtype),
                         .groups = 1,
                         .n = w.n,

@@ -69,6 +69,7 @@ class WeightOperand {
         bias_(as_contiguous(bias)) {
     view_ = {.format = shape.format,
              .order = shape.layout->order,
+             .batch_invariant = shape.layout->batch_invariant,
              .scale = scale_kind(shape.scale_dtype),
              .groups = shape.groups,
              .n = shape.n,

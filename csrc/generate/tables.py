@@ -94,7 +94,7 @@ def _enums() -> list[str]:
     return [
         _enum("Element", ELEMENTS),
         _enum("Scale", SCALES.values()),
-        _enum("Order", LAYOUTS),
+        _enum("Order", dict.fromkeys(layout.order for layout in LAYOUTS.values())),
         _enum("AFormat", A_FORMAT_NAMES),
         _enum("GateFunction", dict.fromkeys(a.function for a in ACTIVATIONS.values())),
         "",
@@ -143,7 +143,7 @@ def _layouts() -> list[str]:
         rows.append(
             (
                 f'"{layout.name}"',
-                f"Order::{layout.name}",
+                f"Order::{layout.order}",
                 *map(str, (layout.n_multiple, layout.k_multiple, layout.k_padding)),
                 _scalar_type(layout.scale_dtype) if layout.scale_dtype else "std::nullopt",
                 array(f"{own}_scale_dtypes", _dtypes, layout.scale_dtypes),
@@ -153,6 +153,7 @@ def _layouts() -> list[str]:
                 array(f"{own}_a_dtypes", _dtypes, layout.a_dtypes),
                 f'"{layout.a_layout}"',
                 _bool(layout.native),
+                _bool(layout.batch_invariant),
             )
         )
     return [

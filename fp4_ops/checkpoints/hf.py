@@ -73,7 +73,7 @@ class FP4Config(QuantizationConfigMixin):
     `dense` and `head` apply.
 
     format: quantise a checkpoint that is not in 4 bits to this format when it is loaded.
-    activation, attention, dense, head: as in `fp4_ops.prepare`.
+    activation, attention, dense, head, batch_invariant: as in `fp4_ops.prepare`.
     stored: the quantization_config of a folder that is in 4 bits already.
     device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
     requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`; ep_group: the group's name.
@@ -94,6 +94,7 @@ class FP4Config(QuantizationConfigMixin):
         attention: str = KEEP,
         dense: str = KEEP,
         head: str = KEEP,
+        batch_invariant: bool = False,
         **_: Any,
     ) -> None:
         self.quant_method: Any = _Method(METHOD)
@@ -104,6 +105,7 @@ class FP4Config(QuantizationConfigMixin):
         self.requantize, self.trainable_inputs, self.ep_group = requantize, trainable_inputs, ep_group
         self.gguf = gguf
         self.attention, self.dense, self.head = attention, dense, head
+        self.batch_invariant = batch_invariant
         if not stored:
             check_gradients(chosen_formats(self.outside), trainable_inputs)
 
@@ -165,8 +167,9 @@ class FP4HfQuantizer(HfQuantizer):
             _check_ordinary(checkpoint_files)
             how = self.quantization_config
             arriving = ArrivingExperts(
-                model, how.format, how.activation, how.trainable_inputs, shared_names(model)
-            )
+                model, how.format, how.activation, how.trainable_inputs, shared_names(model),
+                how.batch_invariant,
+            )  # fmt: skip
             self._pack = PackOnLoad(arriving)
             return
         self._dtypes = _dtypes_of(model)
@@ -235,6 +238,7 @@ class FP4HfQuantizer(HfQuantizer):
             trainable_inputs=config.trainable_inputs,
             dtype=model.dtype,
             device_of=_device_of(model),
+            batch_invariant=config.batch_invariant,
         )
         expert_parallel.connect_model(model, model.dtype)
         return model
@@ -246,7 +250,7 @@ class FP4HfQuantizer(HfQuantizer):
             raise self._pack.error
         if self._files:
             check_read(model, self._files)
-        outside = find_outside(model, config.outside)
+        outside = find_outside(model, config.outside, batch_invariant=config.batch_invariant)
         done = self._pack.arriving.finish(model)
         if done:
             _device_of(model)  # raises ValueError for experts that are to be offloaded
@@ -254,12 +258,13 @@ class FP4HfQuantizer(HfQuantizer):
         packed = bool(done)
         if rest or not done:
             report = pack_experts(
-                model, config.format, config.activation, trainable_inputs=config.trainable_inputs
-            )
+                model, config.format, config.activation, trainable_inputs=config.trainable_inputs,
+                batch_invariant=config.batch_invariant,
+            )  # fmt: skip
             packed = packed or any(m.calls_moe for m in report.modules)
         outside.pack()
         if packed:
-            attach(model, config.format, config.activation, config.trainable_inputs)
+            attach(model, config.format, config.activation, config.trainable_inputs, config.batch_invariant)
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether transformers passes the weight to `get_quantize_ops` as soon as it has read it."""
@@ -505,9 +510,17 @@ def registered() -> Iterator[None]:
         register_quantizer()
 
 
-def attach(model: nn.Module, format: str, activation: str, trainable_inputs: bool = False) -> None:
+def attach(
+    model: nn.Module,
+    format: str,
+    activation: str,
+    trainable_inputs: bool = False,
+    batch_invariant: bool = False,
+) -> None:
     """Makes `save_pretrained` of a model that `prepare` changed write a 4-bit folder."""
     if isinstance(model, PreTrainedModel):
-        config = FP4Config(format, activation, trainable_inputs=trainable_inputs)
+        config = FP4Config(
+            format, activation, trainable_inputs=trainable_inputs, batch_invariant=batch_invariant
+        )
         quantizer = FP4HfQuantizer(config, pre_quantized=False)
         model.hf_quantizer = quantizer  # type: ignore[assignment]

@@ -222,10 +222,13 @@ def load_dense(placed: DensePlacement, device: torch.device, source: Source) -> 
     return nn.Parameter(whole, requires_grad=False)
 
 
-def load_linear(codes: Codes, format: str, dtype: torch.dtype) -> nn.Parameter:
+def load_linear(codes: Codes, format: str, dtype: torch.dtype, batch_invariant: bool = False) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
     n, k = weight.shape
-    layout = preferred_layout(codes.packed.device.type, (n, k), dtype=dtype, format=format, a_format="auto")
+    layout = preferred_layout(
+        codes.packed.device.type, (n, k), dtype=dtype, format=format, a_format="auto",
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     return nn.Parameter(weight.prepack(layout), requires_grad=False)
 
 
@@ -254,6 +257,7 @@ def fill(
     trainable_inputs: bool,
     dtype: torch.dtype,
     device_of: Callable[[str], torch.device],
+    batch_invariant: bool = False,
     progress: bool = True,
 ) -> LoadReport:
     """Puts the stored weights into the places that `detach_places` emptied. device_of: a module's name to
@@ -300,12 +304,18 @@ def fill(
                 stacks[attribute] = load_stack(parts, shape, turned, device, source(device), cut)
             if placed.plan is not None:
                 report.nbytes += _attach(
-                    modules, placed, stacks, dtype, activation, trainable_inputs, device, report
-                )
+                    modules, placed, stacks, dtype, activation, trainable_inputs, device, report,
+                    batch_invariant,
+                )  # fmt: skip
             elif trainable_inputs:
                 raise CheckpointError(
                     f"fp4: trainable_inputs=True, but {name} keeps its own code, which has no gradients: "
                     f"{placed.reason}. Load without it"
+                )
+            elif batch_invariant:
+                raise CheckpointError(
+                    f"fp4: batch_invariant=True, but {name} keeps its own code: {placed.reason}. Load "
+                    "without it"
                 )
             else:
                 report.nbytes += _attach_tensors(modules, placed, stacks, dtype)
@@ -314,7 +324,7 @@ def fill(
         for name, linear in placement.linears.items():
             layer: Any = model.get_submodule(name)
             codes = source(device_of(name))
-            layer.weight = load_linear(codes.one(linear), codes.format(linear), dtype)
+            layer.weight = load_linear(codes.one(linear), codes.format(linear), dtype, batch_invariant)
             report.linears.append(name)
             report.nbytes += layer.weight.nbytes
     choose_implementation(model)
@@ -347,6 +357,7 @@ def _attach(
     trainable_inputs: bool,
     device: torch.device,
     report: LoadReport,
+    batch_invariant: bool,
 ) -> int:
     """Gives the modules shared weights for `fp4::moe`. Returns the bytes of the weights."""
     assert placed.plan is not None
@@ -354,7 +365,7 @@ def _attach(
         attribute: PackedWeight(s.packed, s.block_scale, s.global_scale, s.format, "plain", part=placed.part)
         for attribute, s in stacks.items()
     }
-    shared = SharedLayout(list(weights.values()), dtype, A_FORMATS[activation] or "auto")
+    shared = SharedLayout(list(weights.values()), dtype, A_FORMATS[activation] or "auto", batch_invariant)
     if reason := shared.settle():
         report.plain[placed.name] = reason
     shared.join()

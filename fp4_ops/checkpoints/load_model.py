@@ -35,6 +35,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     distributed_config: Any = None,
     ep_group: Any = None,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """Builds a model whose expert weights are the 4-bit ones of a checkpoint folder or a GGUF file.
 
@@ -49,6 +50,7 @@ def load_checkpoint(
         Weights in nvfp4 or mxfp4 are never converted to another format. Of GGUF files, experts in other types
         than MXFP4, NVFP4 and Q4_0 need it. It then counts for all experts that are not in that format.
     trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
+    batch_invariant: as in `fp4_ops.prepare`.
     trust_remote_code: run the folder's own code where transformers does not have the family (Kimi K2 it has).
     distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`: this process reads its own
         experts, or its part of each. ep_group: as in `fp4_ops.prepare`; the rest of the model is whole. See
@@ -62,6 +64,7 @@ def load_checkpoint(
         return _load_gguf(
             file, model_or_config, activation=activation, device=device, dtype=dtype, requantize=requantize,
             trainable_inputs=trainable_inputs, distributed_config=distributed_config, ep_group=ep_group,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
     folder = Folder(path)
     stored = storage(folder)
@@ -78,7 +81,7 @@ def load_checkpoint(
     cls, config = _class_and_config(
         model_or_config, lambda: config_of(folder.path, folder.config.get("model_type"), trust_remote_code)
     )
-    _say_how(config, stored, activation, device, requantize, trainable_inputs, ep_group)
+    _say_how(config, stored, activation, device, requantize, trainable_inputs, ep_group, batch_invariant)
     trusted: dict[str, Any] = {"trust_remote_code": trust_remote_code} if cls is AutoModelForCausalLM else {}
     if distributed_config is not None:
         trusted["distributed_config"] = distributed_config
@@ -135,7 +138,8 @@ def _class_and_config(
 
 def _say_how(
     config: PretrainedConfig, stored: dict[str, Any], activation: str, device: str | torch.device,
-    requantize: str | None, trainable_inputs: bool, ep_group: Any, gguf: str | None = None,
+    requantize: str | None, trainable_inputs: bool, ep_group: Any, batch_invariant: bool,
+    gguf: str | None = None,
 ) -> None:  # fmt: skip
     """Writes into a config how `from_pretrained` is to load the checkpoint."""
     register_quantizer()
@@ -143,4 +147,5 @@ def _say_how(
         "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),
         "requantize": requantize, "trainable_inputs": trainable_inputs,
         "ep_group": None if ep_group is None else ep_group.group_name, "gguf": gguf,
+        "batch_invariant": batch_invariant,
     }  # fmt: skip

@@ -38,7 +38,7 @@ def _sizes(rng: random.Random) -> tuple[int, int]:
 
 
 def _layout(rng: random.Random, device: str) -> str:
-    return rng.choice(("plain", "tile16")) if device == "cpu" else "plain"
+    return rng.choice(("plain", "tile16", "tile16_invariant")) if device == "cpu" else "plain"
 
 
 def _held(rng: random.Random, layout: str) -> str:

@@ -7,4 +7,4 @@ from __future__ import annotations
 
 from ..base import Backend
 
-CPU = Backend("cpu", "cpu", ("tile16", "plain"), "the CPU kernels")
+CPU = Backend("cpu", "cpu", ("tile16", "tile16_invariant", "plain"), "the CPU kernels")
