@@ -44,7 +44,7 @@ class Facts:
         return self.stored[weight].way.format if weight in self.stored else format
 
     def is_batch_invariant(self, weight: fx.Node) -> bool:
-        """True for a weight in 4 bits whose layout is batch invariant, because its owner has asked for that."""
+        """True for a weight in 4 bits whose layout is batch invariant, as its owner has asked."""
         return weight in self.stored and self.stored[weight].way.batch_invariant
 
     def inputs_of(self, weight: fx.Node) -> tuple[fx.Node, ...]:
