@@ -267,7 +267,7 @@ class _Flag:
         return False
 
     def already_set(self) -> bool:
-        """Answers the last question of `is_set`, if that could not answer it."""
+        """Answers the last call of `is_set` if that call had no answer yet."""
         if self.host is None:
             return False
         if self.copied is not None:

@@ -12,7 +12,7 @@ _BOTH = ("and_", "__and__", "logical_and", "bitwise_and")
 
 
 def is_empty_with(node: fx.Node, masks: set[fx.Node]) -> bool:
-    """Whether `node` has no True element if none of `masks` has one."""
+    """Return whether `node` has no True element if none of `masks` has one."""
     if called(node) in _BOTH:
         return isinstance(example(node), Tensor) and not masks.isdisjoint(node.all_input_nodes)
     return called(node) in _PARTS and bool(node.args) and node.args[0] in masks
@@ -35,7 +35,7 @@ def empty_with(mask: fx.Node) -> set[fx.Node]:
 
 
 def selects_by(node: fx.Node, masks: set[fx.Node]) -> bool:
-    """Whether the elements that `node` chooses are those where one of `masks` is set."""
+    """Return whether `node` chooses exactly the elements where one of `masks` is True."""
     if called(node) in ("where", "nonzero"):
         return len(node.args) == 1 and node.args[0] in masks
     if called(node) != "getitem":

@@ -59,8 +59,8 @@ def as_numbers(method: Callable[..., ListVariable]) -> Method:
 
 
 def number_of(tx: Tracer, v: Variable) -> Variable | None:
-    """Return the Python number of a tensor without dimensions, if it is the row count of one or several
-    experts together, or whether that is 0."""
+    """Return the Python value of a tensor without dimensions: the row count of one or several experts
+    together, or a test whether that is 0. None for other tensors."""
     if not isinstance(v, api.TensorVariable):
         return None
     x = example(v.as_proxy().node)
@@ -302,7 +302,7 @@ def _are_counts(node: fx.Node) -> bool:
         if experts is not None and experts == counts.get("minlength"):
             torch._check(example(source).shape[0] == experts)  # no id is larger
     histogram = named(source, ("histc",), ("input", "bins", "min", "max"))
-    if histogram:  # of ids that are cast to floats: each is in a bin of its own
+    if histogram:  # ids are cast to floats, and each id has a bin of its own
         binned = _ids_of(histogram) is not None
     shape = example(source).shape
     marked = named(source, ("sum",), ("input", "dim")).get("input")

@@ -374,10 +374,11 @@ def assemble(
 
 
 def of_both(index: Term) -> tuple[Any, ...] | None:
-    """The dimension of a parameter that has only one, if a matrix is start + n * step + k * step in it."""
+    """Describe the single dimension of a parameter if element (n, k) of a matrix is at start + n * step_n
+    + k * step_k."""
 
     def steps(t: Term) -> tuple[int, int, int] | None:
-        """(start, what one more n adds, what one more k adds)"""
+        """Return (start, step of n, step of k)."""
         if t is N or t is K:
             return 0, int(t is N), int(t is K)
         if isinstance(t, Const):

@@ -19,19 +19,20 @@ BY_SIZE = (
     aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.new_zeros, aten.new_ones,
     aten.new_full, aten.new_empty,
 )  # fmt: skip
-"""They read the sizes of a tensor, not its values."""
+"""Operators that read only the sizes of a tensor, not its values."""
 ASSERTIONS = (
     aten._assert_scalar, aten._assert_async, aten._assert_tensor_metadata, aten.sym_constrain_range,
     aten.sym_constrain_range_for_size,
 )  # fmt: skip
-"""They give nothing to the model, and go with the tensors that they are about."""
+"""Operators whose result the model does not use. They are removed together with the tensors that they
+check."""
 
 
 # --- what a node is ---
 
 
 def is_op(node: Any, *packets: Any) -> TypeGuard[fx.Node]:
-    """Whether `node` calls any overload of one of these operators."""
+    """Return whether `node` calls any overload of one of these operators."""
     return (
         isinstance(node, fx.Node)
         and node.op == "call_function"
@@ -45,7 +46,7 @@ def is_grouped_mm(node: fx.Node) -> bool:
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
-    """All arguments of an operator call by their schema names, defaults filled in."""
+    """Return all arguments of an operator call by their schema names, including defaults."""
     assert isinstance(node.target, OpOverload)
     schema = node.target._schema
     out = {a.name: a.default_value for a in schema.arguments}
@@ -55,7 +56,7 @@ def arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def item(node: Any) -> tuple[fx.Node, int] | None:
-    """(producer, index) of one output of a multi-output operator."""
+    """Return (producer, index) of one output of an operator with several outputs."""
     if isinstance(node, fx.Node) and getattr(node.target, "__name__", "") == "getitem":
         producer, index = node.args
         if isinstance(producer, fx.Node) and isinstance(index, int):
@@ -64,7 +65,7 @@ def item(node: Any) -> tuple[fx.Node, int] | None:
 
 
 def value(node: fx.Node) -> torch.Tensor:
-    """The fake tensor a node stands for."""
+    """Return the fake tensor of a node."""
     return node.meta["val"]
 
 
@@ -81,7 +82,7 @@ def same_shape(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
 
 
 def static_int(x: Any) -> int | None:
-    """A Python int, or None for anything symbolic; a SymInt may hold a number."""
+    """Return a Python int, or None for anything symbolic. A SymInt may hold a number."""
     if isinstance(x, torch.SymInt):
         return x.node.maybe_as_int()
     return x if isinstance(x, int) and not isinstance(x, bool) else None
@@ -98,7 +99,7 @@ _MAX = 2**63 - 1
 
 
 def passes_order(node: fx.Node) -> bool:
-    """Whether the row-major sequence of elements (values and dtype) goes through unchanged."""
+    """Return whether an operator keeps the row-major sequence of elements (values and dtype)."""
     if is_op(node, *RESHAPES):
         return node.target is not aten.view.dtype
     if is_op(node, aten._to_copy):
@@ -112,7 +113,7 @@ def passes_order(node: fx.Node) -> bool:
 
 
 def strip(node: fx.Node) -> fx.Node:
-    """Back through reshapes and copies: same elements, same row-major order, same dtype."""
+    """Follow a node back through reshapes and copies: same elements, same row-major order, same dtype."""
     while passes_order(node):
         node = operand(node)
     return node
@@ -128,7 +129,8 @@ def is_float_cast(node: Any) -> TypeGuard[fx.Node]:
 
 
 def exact_int(node: fx.Node) -> fx.Node:
-    """`strip`, and back through casts of integers to a type that holds small ones exactly (ids, counts)."""
+    """Follow a node back like `strip`, and also through casts of integers to types that hold small ones
+    exactly (ids, counts)."""
     node = strip(node)
     exact = (torch.int64, torch.int32, torch.float32, torch.float64)
     while is_op(node, aten._to_copy) and value(node).dtype in exact and value(operand(node)).dtype in exact:
@@ -137,7 +139,8 @@ def exact_int(node: fx.Node) -> fx.Node:
 
 
 def unswap(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Back through copies, float casts and swaps of the last two dimensions: (source, swapped)."""
+    """Follow a node back through copies, float casts and swaps of the last two dimensions: (source,
+    swapped)."""
     swapped = False
     while True:
         if is_op(node, *SWAPS):
@@ -163,9 +166,9 @@ def _swaps_last_two(node: fx.Node) -> bool:
 
 
 class Canon:
-    """Value numbering: two nodes with one number compute the same value from the same inputs.
+    """Numbers values: two nodes with the same number compute the same value from the same inputs.
 
-    The graph is not edited, so repeated `x[ids]` compare equal where they stand.
+    The graph is not changed: several nodes `x[ids]` stay, and compare as equal.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
@@ -185,19 +188,20 @@ class Canon:
         return self._numbers[node]
 
     def same(self, a: fx.Node, b: fx.Node) -> bool:
-        """Equal up to reshapes and copies."""
+        """Return whether two nodes are equal except for reshapes and copies."""
         return self._numbers[strip(a)] == self._numbers[strip(b)]
 
 
 def is_pure(node: fx.Node) -> bool:
-    """Whether it may run once more or once less, here alone, and gives the same for the same inputs."""
+    """Return whether a node has no side effects and gives the same result for the same inputs."""
     if is_op(node, aten.empty, aten.empty_like, aten.copy_) or is_collective(node):
         return False
     return not (_draws(node) or is_impure(node, random=False))
 
 
 def _draws(node: fx.Node) -> bool:
-    """Whether it takes random numbers. What may do so for a dropout takes none where nothing is dropped."""
+    """Return whether a node draws random numbers. An operator with dropout draws none if its probability
+    is 0."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     a = arguments(node)
@@ -221,9 +225,10 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_impure(node: fx.Node, random: bool = True) -> bool:
-    """True if fx says that the node is impure. fx searches torch's registries, so this asks once an operator.
+    """True if fx says that the node is impure. The answer is cached for each operator, because fx searches
+    torch's registries.
 
-    `random`: whether operators that may take random numbers are impure for that.
+    `random`: whether operators that may draw random numbers count as impure for that reason.
     """
     if not isinstance(node.target, OpOverload):
         return node.is_impure(random)

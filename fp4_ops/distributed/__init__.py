@@ -1,4 +1,5 @@
-"""Experts of several processes: operators over torch.distributed, and which part of a model a process has."""
+"""Runs experts on several processes: operators over torch.distributed, and the part of a model that a
+process has."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def connect(
     graph is captured. hidden_size, dtype: of the tokens; max_tokens: the most that a process brings to one
     call. A larger call goes by torch.distributed's collectives.
 
-    Returns "", or why these processes cannot: then all goes by the collectives.
+    Returns "", or the reason why these processes cannot do this. In that case all calls use the collectives.
     """
     name = group.group_name
     return workspace.connect(

@@ -1,10 +1,10 @@
-"""Collectives of one process group. Where a rank never comes, they end with an error that names it.
+"""Runs collectives of one process group. If a rank never comes, they end with an error that names it.
 
-On the CPU (gloo) a process that waits looks into the group's store every POLL: has another one given up?
-One that gives up writes there that it is alive, waits REPLY for the others to do so, and names those that
-did not. So all end soon after the first of them notices: at once where a connection breaks, after the
-group's own timeout (`init_process_group(timeout=...)`) where nothing does. On GPUs nothing waits here:
-NCCL's watchdog has its timeout.
+On the CPU (gloo), a waiting process looks into the group's store every POLL seconds to see if another process
+has given up. A process that gives up writes there that it is alive, waits REPLY seconds for the others to do
+the same, and names those that did not. All processes therefore end soon after the first one notices the
+problem. It notices at once if a connection breaks, and otherwise after the group's own timeout
+(`init_process_group(timeout=...)`). On GPUs nothing waits here, because NCCL's watchdog has its own timeout.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Group:
         if self.size == 1:
             return t[None]
         data = t.contiguous()
-        data = data.view(torch.uint8) if data.dim() else data.view(1)  # no backend needs to know the dtype
+        # As bytes, so that no backend needs to know the dtype.
+        data = data.view(torch.uint8) if data.dim() else data.view(1)
         out = data.new_empty((self.size * data.shape[0], *data.shape[1:]))
         if data.numel():
             self._wait(_function("all_gather")(out, data, group=self.group, async_op=True), t)
@@ -127,7 +128,7 @@ class Group:
         try:
             store = self.group.get_group_store()
             return [self._global(rank) for rank in self._others() if store.check([self._key(rank)])]
-        except Exception:  # the store has ended with the process that held it; the collective will, too
+        except Exception:  # the store ended with the process that held it; the collective will end, too
             return []
 
     def _global(self, rank: int) -> int:

@@ -1,8 +1,9 @@
-"""Spread or split: the time that a block of experts takes either way, estimated from its sizes.
+"""Estimates from a block's sizes whether its experts run faster spread or split.
 
-Spread experts are read by one process each, and one process has more of those that tokens chose than the
-others: the block waits for it. Split experts are read by all alike, but each process then handles the rows of
-all of them. So few tokens favour splitting, and the more so the larger an expert is; many favour spreading.
+Each spread expert is read by one process. One process has more of the chosen experts than the others, and the
+block waits for it. Split experts are read by all processes in equal parts, but each process then handles the
+rows of all experts. Few tokens therefore favour splitting, all the more if experts are large; many tokens
+favour spreading.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Division:
     def microseconds(self, kind: str, tokens: int) -> float:
         """Estimates the time of a block whose tokens choose experts at random: max(weights, products) + rows.
 
-        It is made for up to 512 tokens. With more, rows are in fp8 and move while products run. Either way a
-        process reads the bytes of chosen * experts / processes whole experts on average.
+        The estimate is valid for up to 512 tokens. With more, rows are in fp8 and move while products run.
+        Either way a process reads, on average, the bytes of chosen * experts / processes whole experts.
         """
         chosen = 1 - (1 - self.top_k / self.experts) ** tokens
         here, pairs = self.experts / self.processes, tokens * self.top_k

@@ -1,4 +1,4 @@
-"""Quantising weights well: methods, calibration, what it costs in accuracy.
+"""Quantises weights with little loss: methods, calibration, and measures of the accuracy.
 
     quantize_weight(w, "nvfp4", "search")    one weight, by any method of METHODS
     calibrate(model, tokens)                 what the methods that look at text need

@@ -1,4 +1,4 @@
-"""How activations enter the products, emulated: values are rounded to the grid and stay float32."""
+"""Emulates quantised activations: values are rounded to the grid and stay float32."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def _unchanged(x: Tensor) -> Tensor:
 
 
 def round_fp8(x: Tensor) -> Tensor:
-    """`fp4::quantize_fp8`: e4m3 with one float32 scale a token, amax / 448."""
+    """Rounds like `fp4::quantize_fp8`: e4m3 with one float32 scale a token, amax / 448."""
     scale = divide(x.abs().amax(-1, keepdim=True), E4M3_MAX)
     scale = scale.masked_fill(scale == 0, 1.0)
     return (x / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 def round_int8(x: Tensor) -> Tensor:
-    """`fp4::quantize_int8`: one float32 scale, amax / 127, for each block of 32."""
+    """Rounds like `fp4::quantize_int8`: one float32 scale, amax / 127, for each block of 32."""
     blocks = split_blocks(x, INT8_BLOCK)
     scale = divide(blocks.abs().amax(-1, keepdim=True), 127.0)
     codes = (blocks / scale.masked_fill(scale == 0, 1.0)).round()
@@ -34,7 +34,7 @@ def round_int8(x: Tensor) -> Tensor:
 
 def _round_fp4(format: str) -> Callable[[Tensor], Tensor]:
     def round_fp4(x: Tensor) -> Tensor:
-        """`fp4::quantize`; every row is a matrix of its own, with its own global scale."""
+        """Rounds like `fp4::quantize`. Every row is a matrix of its own, with its own global scale."""
         return dequantize_weight(*quantize_weight(x[:, None], format), FORMATS[format])[:, 0]
 
     return round_fp4
@@ -42,20 +42,20 @@ def _round_fp4(format: str) -> Callable[[Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class ActivationMode:
-    """One way to feed the products. `round`: float32 [rows, K] -> the values that enter."""
+    """One format of activations. `round` maps float32 [rows, K] to the values that the product uses."""
 
     name: str
     label: str
     round: Callable[[Tensor], Tensor]
     weight_bits: int | None = None
-    """Significant bits that code x block scale is rounded to on the way into the product."""
+    """Significant bits to which the kernels round code x block scale."""
 
 
 ACTIVATION_MODES = {
     m.name: m
     for m in (
         ActivationMode("bf16", "W4A16", _unchanged),
-        # FP8 tensor cores take the weights as e4m3 too; scales with mantissas 0, 2, 4 lose nothing by it.
+        # FP8 tensor cores need the weights as e4m3, too. Scales with mantissas 0, 2, 4 lose nothing.
         ActivationMode("fp8", "W4A8 fp8", round_fp8, weight_bits=4),
         ActivationMode("int8", "W4A8 int8", round_int8),
         ActivationMode("nvfp4", "W4A4 nvfp4", _round_fp4("nvfp4")),

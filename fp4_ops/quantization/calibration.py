@@ -11,10 +11,11 @@ from .experts import MATRICES, Arithmetic, ExpertsModule, computing, experts_mod
 
 
 class Calibration:
-    """Second moments of the inputs of a model's expert weights; `calibrate` makes it.
+    """Second moments of the inputs of a model's expert weights, made by `calibrate`.
 
-    Where they fit in `max_bytes` together they are measured once. Otherwise as many modules are measured at a
-    time as fit, when they are asked for, and those before are forgotten: the model must not change meanwhile.
+    If all moments fit in `max_bytes`, they are measured once. Otherwise as many modules as fit are measured
+    at a time, when somebody asks for them, and earlier moments are freed. The model must not change
+    meanwhile.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor, full: bool, batch: int, max_bytes: int) -> None:
@@ -22,7 +23,7 @@ class Calibration:
         self._full = full
         self._moments: dict[tuple[str, str], Tensor] = {}
         self.tokens: dict[str, Tensor] = {}
-        """How many tokens each expert of a module saw, int64 [E], once it was measured."""
+        """The number of tokens that each expert of a module saw, int64 [E], after it was measured."""
         self._shapes: dict[tuple[str, str], tuple[int, ...]] = {}
         self._groups: list[list[ExpertsModule]] = []
         free = 0
@@ -48,8 +49,8 @@ class Calibration:
         return self._shapes[name, matrix]
 
     def get(self, name: str, matrix: str) -> Tensor:
-        """The argument `calibration` of `quantize_weight` for a module's "gate_up" or "down"."""
-        self.shape(name, matrix)  # raises where there is none
+        """Returns the argument `calibration` of `quantize_weight` for a module's "gate_up" or "down"."""
+        self.shape(name, matrix)  # raises if there is none
         if (name, matrix) not in self._moments:
             self._measure(next(g for g in self._groups if any(m.name == name for m in g)))
         return self._moments[name, matrix]
@@ -80,7 +81,7 @@ def calibrate(
     max_bytes: memory for moments. The full ones of a large model take more (2.5 GB for each layer of
         Qwen3-30B-A3B); the model then runs again for every few layers, whenever these are asked for.
 
-    A token counts by its routing weight squared, as its error does in what the layer puts out.
+    A token is weighted by its squared routing weight, as its error is in the output of the layer.
     """
     return Calibration(model, tokens, full, batch, max_bytes)
 

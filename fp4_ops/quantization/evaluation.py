@@ -77,7 +77,7 @@ Packed = tuple[Tensor, Tensor, Tensor | None]
 
 @dataclass(frozen=True)
 class Stored:
-    """An experts module's weights as a checkpoint in 4 bits has them."""
+    """An experts module's weights as a 4-bit checkpoint stores them."""
 
     format: str
     packed: dict[str, Packed]
@@ -118,7 +118,7 @@ def evaluate(
     try:
         modules = experts_modules(model)
         some = modules[0].weight("down")
-    except ValueError as error:  # the model itself can be scored all the same
+    except ValueError as error:  # the model itself can still be scored
         modules, refused, some = [], error, next(model.parameters())
     comparison = _Comparison(model, tokens, batch)
     dtype = str(some.dtype).removeprefix("torch.")
@@ -224,7 +224,7 @@ def _stored_or_whole(
 
 
 class _Comparison:
-    """Scores of the model with other experts against its own logits, which are kept where they are few."""
+    """Scores the model with other experts against its own logits, which are kept if they are small enough."""
 
     def __init__(self, model: nn.Module, tokens: Tensor, batch: int) -> None:
         self.model, self.batches = model, tokens.split(batch)

@@ -1,11 +1,11 @@
 """GPTQ (Frantar et al., 2022) for block-scaled 4-bit formats, many experts at once.
 
 Minimises E |W x - Q x|^2 = tr((W - Q) H (W - Q)^T), H = E[x x^T], column by column: column j is rounded, and
-what it lost is made up for by the columns still to come. With U the upper Cholesky factor of H^-1, the error
-e_j = (w_j - q_j) / U_jj costs e_j^2, and w_i -= e_j U_ji for all i > j.
+the later columns compensate its error. With U the upper Cholesky factor of H^-1, the error e_j = (w_j - q_j)
+/ U_jj costs e_j^2, and w_i -= e_j U_ji for all i > j.
 
-A block's scale is chosen when its turn comes, on the weights as compensated so far: every candidate goes
-through the recursion inside the block, and the one that costs least is kept.
+A block's scale is chosen when the block is reached, from the weights as compensated so far. Every candidate
+goes through the recursion inside the block, and the one with the least cost is kept.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from ..meta.formats import Format
 from .grid import quantize_values, scale_grid
 
 Candidate = tuple[Tensor, Tensor, Tensor | None]
-"""For each block: a scale code, its step in units of the weights, whether it is allowed (None: all are)."""
+"""For each block: a scale code, its step in units of the weights, and whether it is allowed (None: all
+are)."""
 
 
 def gptq(
     w: Tensor, moments: Tensor, fmt: Format, candidates: Callable[[Tensor], Iterable[Candidate]]
 ) -> tuple[Tensor, Tensor]:
-    """w [E, N, K], moments [E, K, K] = H -> (values of the codes [E, N, K], scale codes [E, N, blocks]).
+    """Quantises w [E, N, K] with moments [E, K, K] = H to (code values [E, N, K], scale codes [E, N,
+    blocks]).
 
-    candidates: weights [E, N, 1, block] -> what to try for them, tensors [E, N, 1].
+    candidates: maps weights [E, N, 1, block] to the scales to try for them, tensors [E, N, 1].
     """
     w = w.clone()
     k = w.shape[-1]
@@ -54,9 +56,10 @@ def gptq(
 
 
 def _round_block(block: Tensor, factor: Tensor, step: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The recursion inside a block [E, N, b] for each candidate step [C, E, N, 1]: values, e [C, E, N, b]."""
+    """Runs the recursion inside a block [E, N, b] for each candidate step [C, E, N, 1]: code values and e
+    [C, E, N, b]."""
     e, _, k = block.shape
-    # Columns come before rows, so that what is computed at once lies together: [E, b, C, N].
+    # Columns come before rows, so that values that are used together are adjacent: [E, b, C, N].
     work = block.mT[:, :, None].repeat(1, 1, len(step), 1)
     values, lost = torch.empty_like(work), torch.empty_like(work)
     step = step[..., 0].transpose(0, 1)  # [E, C, N]
@@ -72,8 +75,8 @@ def _round_block(block: Tensor, factor: Tensor, step: Tensor, fmt: Format) -> tu
 def damping(diagonal: Tensor) -> Tensor:
     """Returns the number to add to the diagonal [E, K] of H: a twentieth of its mean.
 
-    Few calibration tokens leave H singular. An expert that saw none has H = 0: its columns count the same.
-    From 0.01 to 0.3 the share made no difference that the demo model could show.
+    With few calibration tokens H is singular. For an expert that saw no token H = 0, and all its columns
+    count the same. On the demo model, shares from 0.01 to 0.3 made no visible difference.
     """
     mean = diagonal.mean(-1, keepdim=True)
     return torch.where(mean == 0, 1.0, 0.05 * mean)

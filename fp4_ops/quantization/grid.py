@@ -1,8 +1,8 @@
-"""The grids of 4-bit weights in plain torch: which values exist, and the nearest one.
+"""Implements the grids of 4-bit weights in plain torch: which values exist, and which is the nearest.
 
-Bit for bit what `fp4::quantize` and `fp4::dequantize` compute, in pieces that the methods put together.
-Weights are handled as blocks [..., ceil(K / block), block], the last one padded with zeros; block scales as
-scale codes, the integers of their bits, in which one more is the next larger scale.
+The functions compute the same bits as `fp4::quantize` and `fp4::dequantize`. The quantisation methods combine
+them. Weights are blocks [..., ceil(K / block), block], the last one padded with zeros. Block scales are scale
+codes: their bits as integers, where code + 1 is the next larger scale.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ E4M3_MAX = 448.0
 
 
 def divide(x: Tensor, by: float) -> Tensor:
-    """x / by, rounded once. With a number, torch multiplies by its reciprocal on CUDA: other last bits."""
+    """Returns x / by, rounded once. For a Python number, torch on CUDA would multiply by the reciprocal,
+    whose last bits differ."""
     return x / torch.full_like(x, by)
 
 
 def split_blocks(w: Tensor, block: int) -> Tensor:
-    """[..., K] -> [..., ceil(K / block), block]."""
+    """Reshapes [..., K] to [..., ceil(K / block), block]."""
     k = w.shape[-1]
     count = (k + block - 1) // block
     return F.pad(w, (0, count * block - k)).unflatten(-1, (count, block))
@@ -37,14 +38,15 @@ def join_blocks(w: Tensor, k: int) -> Tensor:
 
 
 def _round_e2m1_(x: Tensor) -> Tensor:
-    # Below 2 the grid's step is 0.5, up to 4 it is 1, above it is 2: half the power of two at or below.
+    # The grid's step is 0.5 below 2, 1 below 4, and 2 above. That is half of the largest power of two that is
+    # at most x.
     power = x.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
     step = power.mul_(0.5).clamp_(0.5, 2.0)
     return x.div_(step).round_().mul_(step).clamp_(-6.0, 6.0)
 
 
 def _code_e2m1(values: Tensor) -> Tensor:
-    table = torch.zeros(13, dtype=torch.uint8, device="cpu")  # the index is twice the magnitude
+    table = torch.zeros(13, dtype=torch.uint8, device="cpu")  # indexed by twice the magnitude
     table[[round(2 * v) for v in E2M1_VALUES]] = torch.arange(8, dtype=torch.uint8, device="cpu")
     return table.to(values.device)[(2 * values.abs()).int()] | values.signbit().to(torch.uint8) << 3
 
@@ -62,22 +64,23 @@ class Element:
     """The arithmetic of one of `meta.formats.ELEMENTS`."""
 
     top: float
-    """The magnitude at which round-to-nearest puts the largest value of a block."""
+    """The magnitude to which round-to-nearest scales the largest value of a block."""
     reach: tuple[float, float]
-    """Range of a search below and above that scale, in octaves."""
+    """The range of a search below and above that scale, in octaves."""
     saturated: float
     """Least |w| / scale of a value that counts as saturated."""
     round_: Callable[[Tensor], Tensor]
-    """The nearest of the values, ties to the even code; in place, float32."""
+    """Rounds to the nearest value, ties to the even code; in place, float32."""
     code: Callable[[Tensor], Tensor]
-    """The codes uint8 of values; e2m1 tells zeros by their signs."""
+    """Returns the uint8 codes of values. e2m1 has two zeros, distinguished by their signs."""
 
 
 _ELEMENTS = {
-    # The largest value of a block lands between 3.6 and 10; wider changed nothing. Half-way from 6 to the 8
-    # that e2m1 lacks is 7.
+    # A search scales the largest value of a block to 3.6 to 10; a wider range changed nothing. 7 is half-way
+    # between 6 and 8, which e2m1 cannot represent.
     "e2m1": Element(6.0, (0.75, 0.75), 7.0, _round_e2m1_, _code_e2m1),
-    # The grid is uniform: less of it used only coarsens it, except that at 7 a positive value is not clipped.
+    # The grid is uniform, so using a smaller part of it only makes it coarser. One exception: with a largest
+    # value of 7, a positive value is not clipped.
     "int4": Element(7.5, (0.5, 0.125), 8.0, _round_int4_, _code_int4),
 }
 
@@ -91,14 +94,14 @@ class ScaleGrid:
     """The block scales of one dtype, as scale codes."""
 
     bits: torch.dtype
-    """The integers that hold a code."""
+    """The integer dtype of a code."""
     largest: int
     """Code of the largest finite scale. Larger codes are infinity or NaN."""
     octave: int
     """Number of codes from a power of two to the next."""
     stride: int = 1
-    """Codes from one candidate of a search to the next. All of bfloat16's would lower int4's squared error by
-    another 0.1 to 0.4 %, and take four times as long."""
+    """The distance in codes between candidates of a search. Trying all bfloat16 scales would lower int4's
+    squared error by another 0.1 to 0.4 %, and take four times as long."""
 
 
 _SCALES = {
@@ -113,32 +116,33 @@ def scale_grid(fmt: Format) -> ScaleGrid:
 
 
 def quantize_values(x: Tensor, step: Tensor, fmt: Format) -> Tensor:
-    """The value of a code nearest to x / step; 0 where the step is 0."""
+    """Returns the code value nearest to x / step, or 0 where the step is 0."""
     return element(fmt).round_(x / step.masked_fill(step == 0, torch.inf))
 
 
 def encode(values: Tensor, fmt: Format) -> Tensor:
-    """Values of codes [..., K] -> packed uint8 [..., K / 2]."""
+    """Packs code values [..., K] to uint8 [..., K / 2]."""
     code = element(fmt).code(values)
     return code[..., ::2] | code[..., 1::2] << 4
 
 
 def decode(packed: Tensor, fmt: Format) -> Tensor:
-    """packed uint8 [..., K / 2] -> the values of the codes, float32 [..., K]."""
+    """Unpacks uint8 [..., K / 2] to code values, float32 [..., K]."""
     values = torch.tensor(ELEMENTS[fmt.element], device=packed.device)
     code = torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
     return values[code.int()]
 
 
 def scale_value(code: Tensor, fmt: Format) -> Tensor:
-    """Scale codes -> float32."""
+    """Returns scale codes as float32 scales."""
     return code.view(fmt.scale_dtype).float()
 
 
 def nearest_scale_code(amax: Tensor, target: float, fmt: Format, factor: Tensor) -> Tensor:
-    """The code whose scale x factor puts a block's largest magnitude at `target`.
+    """Returns the scale code whose scale x factor brings a block's largest magnitude to `target`.
 
-    Rounded to nearest; e8m0: floor(log2(amax / factor)) - 2 (OCP MX v1), whatever the target: from 4 to 8.
+    The scale is rounded to nearest. For e8m0 it is floor(log2(amax / factor)) - 2 (OCP MX v1) for any target,
+    which brings the magnitude to 4 to 8.
     """
     if fmt.scale_dtype != torch.float8_e8m0fnu:
         scale = (divide(amax, target) / factor).clamp(max=torch.finfo(fmt.scale_dtype).max)
@@ -156,10 +160,10 @@ def dequantize_weight(
     *,
     significant_bits: int | None = None,
 ) -> Tensor:
-    """The float32 weight [..., N, K] that plain-layout codes stand for.
+    """Returns the float32 weight [..., N, K] that plain-layout codes represent.
 
-    significant_bits: code x block scale is first rounded to so many, as kernels do that bring weights to
-    another number format (4 for e4m3, whose range is not modelled here).
+    significant_bits: code x block scale is first rounded to this many bits, like in kernels that convert
+    weights to another number format (4 for e4m3, whose range is not modelled here).
     """
     values = decode(packed, fmt)
     k = values.shape[-1]

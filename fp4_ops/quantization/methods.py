@@ -12,14 +12,14 @@ from .grid import E4M3_MAX
 class Method:
     """Rule that chooses a weight's block scales and codes.
 
-    Round-to-nearest puts the largest magnitude of a block at the element's `top` (`grid.Element`). The fields
-    add other candidates. Of several candidates, the one with the least squared error wins.
+    Round-to-nearest scales the largest magnitude of a block to the element's `top` (`grid.Element`). The
+    fields add other candidates. Of several candidates, the one with the least squared error wins.
     """
 
     name: str
     summary: str
     targets: tuple[float, ...] = ()
-    """Other magnitudes beside `top` for the largest value of a block."""
+    """Further magnitudes, in addition to `top`, to which the largest value of a block may be scaled."""
     search: bool = False
     """True if the scales within the element's `reach` are candidates, too."""
     mantissas: tuple[int, ...] = tuple(range(8))
@@ -27,7 +27,7 @@ class Method:
     calibration: str = "none"
     """"none"; "diagonal": E[x_k^2] weighs each column's error; "full": E[x x^T], for `compensate`."""
     compensate: bool = False
-    """GPTQ: columns in order, each one's rounding error spread over the columns still to come."""
+    """True for GPTQ: columns are rounded in order, and later columns compensate each rounding error."""
     formats: tuple[str, ...] = tuple(FORMATS)
 
     @property
@@ -37,9 +37,9 @@ class Method:
 
     @property
     def largest_scale(self) -> float:
-        """The e4m3 scale that the largest block of a matrix gets from round-to-nearest.
+        """Returns the e4m3 scale that round-to-nearest gives the largest block of a matrix.
 
-        Without other candidates all of e4m3's range is used; with them, room is left for 1.75 times more.
+        Without other candidates, all of e4m3's range is used. With them, scales may become 1.75 times larger.
         """
         return 256.0 if self.chooses else E4M3_MAX
 
@@ -92,7 +92,8 @@ METHODS = {
 
 
 def find_method(name: str, format: str) -> Method:
-    """The method of that name. Raises ValueError if there is none or it does not apply to the format."""
+    """Returns the method of that name. Raises ValueError if there is none or it does not apply to the
+    format."""
     if name not in METHODS:
         raise ValueError(f"fp4: method is {name!r}; it must be one of: {', '.join(METHODS)}")
     method = METHODS[name]
@@ -102,7 +103,7 @@ def find_method(name: str, format: str) -> Method:
 
 
 def without_calibration(method: Method) -> Method:
-    """The method that chooses among the same block scales, and needs no calibration text."""
+    """Returns the method that chooses among the same block scales and needs no calibration text."""
     if method.calibration == "none":
         return method
     alike = (m for m in METHODS.values() if m.search and m.mantissas == method.mantissas)

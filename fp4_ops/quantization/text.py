@@ -59,7 +59,7 @@ def _tokens(file: Path, model: str | os.PathLike[str], vocab_size: int) -> list[
     except Exception as error:  # each kind of tokenizer has its own way to be missing or broken
         raise ValueError(f"fp4: {model} has no tokenizer that can be loaded: {error}") from None
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
-        # what some kinds are where their files are missing
+        # some kinds are None if their files are missing
         raise ValueError(f"fp4: {model} has no tokenizer: {type(tokenizer).__name__} without a vocabulary")
     return tokenizer(text, verbose=False).input_ids
 

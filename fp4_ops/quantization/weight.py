@@ -1,4 +1,5 @@
-"""`quantize_weight`: a weight to 4 bits by any of the methods, in plain torch on any device."""
+"""Defines `quantize_weight`, which quantises a weight to 4 bits with any of the methods, in plain torch on
+any device."""
 
 from __future__ import annotations
 
@@ -25,9 +26,10 @@ from .grid import (
 )
 from .methods import Method, find_method
 
-# Elements taken together, whole matrices of them: as few as keep the device busy.
+# The number of elements (whole matrices) that are quantised together: as few as keep the device busy.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
-# Of those, elements rounded at a time: a CPU's cache holds them, and the eight or so float32 copies.
+# The number of these elements that are rounded at a time: a CPU's cache holds them and about eight float32
+# copies.
 ROUNDED = {"cpu": 1 << 17, "cuda": 1 << 27}
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,7 +41,8 @@ def quantize_weight(
     *,
     calibration: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """w [..., N, K] -> (packed uint8 [..., N, K/2], block_scale [..., N, ceil(K/block)], global_scale [...]).
+    """Quantises w [..., N, K] to packed uint8 [..., N, K/2], block_scale [..., N, ceil(K/block)],
+    global_scale [...].
 
     w ~ code x block_scale x global_scale, in the plain layout of `fp4::quantize`, which method "rtn" equals
     bit for bit. global_scale is float32 for nvfp4 and None for the others.
@@ -50,8 +53,8 @@ def quantize_weight(
         of x_k^2; for "gptq" float32 [..., K, K], the mean of x x^T, of which "weighted" takes the diagonal.
         `calibrate` measures both.
 
-    Matrices are taken a few at a time, so that the extra memory is bounded by the largest one.
-    Raises ValueError naming the argument that does not fit.
+    A few matrices are quantised at a time, so the largest one bounds the extra memory. Raises ValueError,
+    naming the argument that does not fit.
     """
     fmt = _check(w, format)
     chosen = find_method(method, format)
@@ -77,14 +80,14 @@ def quantize_weight(
         else:
             rows = _slices(n, ROUNDED.get(w.device.type, ROUNDED["cpu"]) // max(1, len(w[part]) * k))
         for row in rows:
-            # A near tie of two scales goes by the order of a sum, and that by the strides.
+            # If two scales are nearly equal, the order of a sum decides, and the strides decide that order.
             here = w[part, row].float().contiguous()
             made = _quantize(here, fmt, chosen, global_scale[part], inputs)
             packed[part, row], codes[part, row] = made
 
     at_once = matrices_at_once(w.device.type, n, k)
     parts = [slice(start, start + at_once) for start in range(0, count, at_once)]
-    # GPTQ's sums depend on how many threads share them: one, however many parts there are.
+    # GPTQ's sums depend on the number of threads, so it uses one, however many parts there are.
     _for_each(parts, quantize, w.device, alone=chosen.compensate)
     lead = shape[:-2]
     block_scale = codes.view(fmt.scale_dtype).view(*lead, n, blocks)
@@ -93,21 +96,22 @@ def quantize_weight(
 
 
 def matrices_at_once(device_type: str, n: int, k: int) -> int:
-    """How many [N, K] are quantised together, by one thread."""
+    """Returns how many matrices [N, K] one thread quantises together."""
     return max(1, CHUNK.get(device_type, CHUNK["cpu"]) // max(1, n * k))
 
 
 def threads_of(device: torch.device) -> int:
-    """How many of those `quantize_weight` takes at a time."""
+    """Returns how many threads `quantize_weight` uses at a time."""
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def _for_each(
     parts: Sequence[slice], function: Callable[[slice], None], device: torch.device, alone: bool
 ) -> None:
-    """On a CPU, each part on a thread of its own: they gain more from that than from sharing every operation.
+    """Calls `function` for each part. On a CPU each part has its own thread, which is faster than sharing
+    every operation among threads.
 
-    alone: a single part, too, is to run on one thread.
+    alone: a single part must run on one thread, too.
     """
     threads, inference = threads_of(device), torch.is_inference_mode_enabled()
     if threads == 1 or not parts or (len(parts) == 1 and not alone):
@@ -127,7 +131,7 @@ def _for_each(
                 done.result()
         finally:
             pool.shutdown(cancel_futures=True)
-            torch.set_num_threads(threads)  # which is one number for all threads where MKL computes
+            torch.set_num_threads(threads)  # MKL has one number for all threads
 
 
 def check_calibration(shape: Sequence[int], method: Method, calibration: Sequence[int] | None) -> None:
@@ -160,7 +164,7 @@ def _check(w: Tensor, format: str) -> Format:
 
 @dataclass(frozen=True)
 class _Candidates:
-    """Scales to try for each block: around the codes `base` by `offsets`, those that are allowed."""
+    """The scales to try for each block: the codes `base` plus `offsets`, as far as they are allowed."""
 
     base: Tensor  # int32 [targets, E, N, blocks]
     offsets: range
@@ -169,7 +173,7 @@ class _Candidates:
     mantissas: tuple[int, ...]
 
     def __iter__(self) -> Iterator[Candidate]:
-        """Tensors [E, N, blocks]."""
+        """Yields tensors [E, N, blocks]."""
         grid = scale_grid(self.fmt)
         for base in self.base:
             for offset in self.offsets:
@@ -184,7 +188,8 @@ class _Candidates:
 
 
 def _candidates(blocks: Tensor, fmt: Format, method: Method, factor: Tensor) -> _Candidates:
-    """blocks [E, N, blocks, block]; factor [E, 1, 1]: what a scale is multiplied by, in their units."""
+    """Returns the candidates for blocks [E, N, blocks, block]. factor [E, 1, 1] multiplies a scale, in
+    units of the blocks."""
     amax, grid = blocks.abs().amax(-1), scale_grid(fmt)
     targets = (element(fmt).top, *method.targets)
     base = torch.stack([nearest_scale_code(amax, t, fmt, factor) for t in targets])
@@ -200,12 +205,12 @@ def _slices(count: int, size: int) -> list[slice]:
 
 
 def _largest(w: Tensor) -> Tensor:
-    """max |w| of each matrix, float32 [E]."""
+    """Returns max |w| of each matrix, float32 [E]."""
     return w.abs().flatten(1).amax(-1).float() if w[0].numel() else w.new_zeros(len(w), dtype=torch.float32)
 
 
 def _global_scale(w: Tensor, fmt: Format, method: Method) -> Tensor:
-    """float32 [E] of w [E, N, K]; ones where the format has none."""
+    """Returns the global scales, float32 [E], of w [E, N, K]. They are ones if the format has none."""
     amax = _largest(w)
     if not amax.isfinite().all():
         raise ValueError("fp4: w holds NaN or infinity, which have no 4-bit code; correct it first")
@@ -215,7 +220,7 @@ def _global_scale(w: Tensor, fmt: Format, method: Method) -> Tensor:
 
 
 def _unit(w: Tensor) -> Tensor:
-    """A power of two near the largest magnitude of each matrix, float32 [E]."""
+    """Returns a power of two near the largest magnitude of each matrix, float32 [E]."""
     amax = _largest(w)
     return torch.ldexp(torch.ones_like(amax), torch.frexp(amax).exponent.clamp(-126, 126))
 
@@ -223,15 +228,16 @@ def _unit(w: Tensor) -> Tensor:
 def _quantize(
     w: Tensor, fmt: Format, method: Method, global_scale: Tensor, inputs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """float32 w [E, N, K] -> (packed, scale codes)."""
+    """Quantises float32 w [E, N, K] to (packed, scale codes)."""
     k = w.shape[-1]
     if not method.chooses:
-        # As the operator: divided by block scale x global scale, and by nothing before.
+        # Like the operator, this divides only once, by block scale x global scale.
         blocks = split_blocks(w, fmt.block)
         code, step, _ = next(iter(_candidates(blocks, fmt, method, global_scale[:, None, None])))
         return encode(join_blocks(quantize_values(blocks, step[..., None], fmt), k), fmt), code
 
-    # In units of the global scale, or of a power of two: there squared errors neither underflow nor overflow.
+    # Work in units of the global scale, or of a power of two: squared errors then neither underflow nor
+    # overflow.
     unit = global_scale if fmt.has_global_scale else _unit(w)
     w = w / unit[:, None, None]
     factor = (global_scale / unit)[:, None, None]
@@ -248,7 +254,7 @@ def _quantize(
 
 
 def _search(blocks: Tensor, candidates: _Candidates, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scale codes, steps): of each block the candidate with the least (weighted) squared error."""
+    """Returns (scale codes, steps): for each block, the candidate with the least (weighted) squared error."""
     best = torch.full_like(blocks[..., 0], torch.inf)
     chosen = torch.zeros_like(best, dtype=scale_grid(candidates.fmt).bits)
     steps = torch.zeros_like(best)

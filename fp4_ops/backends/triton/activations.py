@@ -1,4 +1,5 @@
-"""Quantised activations as bfloat16 rows and a float32 factor for each row, which the epilogue multiplies in.
+"""Converts quantised activations to bfloat16 rows and a float32 factor for each row. The epilogue multiplies
+by the factor.
 
 Nothing is rounded: an e4m3 code, and an e2m1 code times its block scale, are bfloat16 values.
 """
@@ -26,7 +27,8 @@ class ScaledRows(NamedTuple):
 def rows_of(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_global_scale: torch.Tensor | None, a_format: str
 ) -> ScaledRows:
-    """The activations of a product, checked by meta.checks.check_a; int8 has been refused."""
+    """Converts the activations of a product. meta.checks.check_a has checked them, and int8 is already
+    refused."""
     if a_format:
         return _packed_rows(a, a_scale, a_global_scale, a_format)
     if a.dtype == torch.float8_e4m3fn:
@@ -41,13 +43,14 @@ def _packed_rows(packed, block_scale, factor, format: str) -> ScaledRows:
     values = ops.dequantize(packed, block_scale, ones, fmt, torch.bfloat16)
     if not fmt.has_global_scale:
         return ScaledRows(values, None)
-    lead = packed.shape[:-1]  # the factor is one for all, one a group or one a row
+    lead = packed.shape[:-1]  # there is one factor for all, one for each group, or one for each row
     each = factor.reshape(*factor.shape, *[1] * (len(lead) - factor.dim())).expand(lead)
     return ScaledRows(values, each.reshape(-1).contiguous())
 
 
 def quantized_rows(x: torch.Tensor, a_format: str) -> ScaledRows:
-    """x [rows, K] quantised as `fp4::moe` does it: every row by itself; one with a NaN or infinity is NaN."""
+    """Quantises x [rows, K] as `fp4::moe` does: every row by itself. A row with a NaN or infinity becomes
+    NaN."""
     if a_format == "fp8":
         codes, scale = ops.quantize_fp8(x)
         return ScaledRows(codes.to(torch.bfloat16), scale)
@@ -63,7 +66,8 @@ def gate_kernel(
     y_ptr, h_ptr, n, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
     LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h [rows, n] = the activation of y [rows, PARTS * n]; one program a row and BLOCK columns."""
+    """Computes h [rows, n], the activation of y [rows, PARTS * n]. Each program handles one row and BLOCK
+    columns."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = y_ptr + row * PARTS * n
@@ -77,7 +81,7 @@ def gate_kernel(
 
 
 def gated(y: torch.Tensor, n: int, act: Activation) -> torch.Tensor:
-    """act of the first product's rows, float32: y [rows, parts * n] -> [rows, n]."""
+    """Applies act to the first product's rows, float32: y [rows, parts * n] -> [rows, n]."""
     h = y.new_empty((y.shape[0], n))
     block = min(1024, triton.next_power_of_2(n))
     gate_kernel[(y.shape[0], triton.cdiv(n, block))](
@@ -92,7 +96,8 @@ def moe_quantized(
     up: ops.WeightArgs, down: ops.WeightArgs,
     activation: str, out_dtype: torch.dtype, *, a_format: str,
 ) -> torch.Tensor:  # fmt: skip
-    """ops.moe with x and the hidden state quantised: not fused, the latter is float32 in between."""
+    """Runs ops.moe with x and the hidden state quantised. It is not fused: the hidden state is float32 in
+    memory."""
     tokens, top_k = topk_ids.shape
     out = torch.zeros((tokens, down.n), dtype=out_dtype, device=x.device)
     if out.numel() == 0 or top_k == 0 or up.groups == 0 or down.k == 0:
