@@ -6,18 +6,18 @@
 
 namespace fp4::cuda {
 
-// Which kernels run there: a family of kKernelLibraries, or none. Those that code here tells apart have
-// names.
+// The family of kernels that the GPU runs: one of kKernelLibraries, or none. Families that this code handles
+// specially have names.
 enum class KernelFamily : int { kNone = 0, kHopper = 90 };
 
-// What is known of a family; null for none.
+// The properties of a family. Null for kNone.
 const KernelLibrary* library_of(KernelFamily family);
 
 struct Gpu {
   KernelFamily family = KernelFamily::kHopper;
   int sms = 0;                    // multiprocessors
-  int shared_bytes = 227 * 1024;  // that a thread block may have
-  int copy_rate = 0;              // bytes a microsecond that kernels which only copy reach
+  int shared_bytes = 227 * 1024;  // the most shared memory of a thread block
+  int copy_rate = 0;              // rate of kernels that only copy, in bytes a microsecond
   int constants = 0;              // of the cost model: 0 for those built in, else as constants.h counts them
 
   bool hopper() const { return family == KernelFamily::kHopper; }

@@ -52,7 +52,7 @@ __device__ __forceinline__ float largest(const RawBlock<T>& block) {
   return m;
 }
 
-// Of the lanes that share a row. kLanes 0: of the thread block.
+// Reduces over the lanes that share a row. kLanes 0 means the whole thread block.
 template <int kLanes>
 __device__ __forceinline__ float row_max(float v) {
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d)
 // which hold as many blocks of gated values and do not spill.
 constexpr int blocks_resident(int blocks) { return blocks == 1 ? 8 : blocks == 2 ? 6 : blocks == 3 ? 5 : 4; }
 
-// What the values of a row are multiplied by, and the scale that undoes it.
+// The factor of a row's values, and the scale that undoes it.
 struct Scaling {
   float up, scale;
 };
@@ -89,7 +89,7 @@ __device__ __forceinline__ Scaling scaling(float amax) {
   return {__uint_as_float(uint32_t(268 - exponent) << 23), __uint_as_float(uint32_t(exponent - 14) << 23)};
 }
 
-// The same of int8, and of the 8 lanes that share kInt8Step columns: NaN or infinity if a value is.
+// The same for int8, over the 8 lanes that share kInt8Step columns. NaN or infinity if one of the values is.
 __device__ __forceinline__ Scaling int8_scaling(const float (&v)[kRowValues]) {
   float most = 0.f;
 #pragma unroll
@@ -101,7 +101,7 @@ __device__ __forceinline__ Scaling int8_scaling(const float (&v)[kRowValues]) {
   return {kInt8Max / most, most / kInt8Max};
 }
 
-// Of four values, as int8: in the low bytes of what they are with 1.5 x 2^23 added.
+// Packs four values as int8. Adding 1.5 x 2^23 leaves the integer in the low byte.
 __device__ __forceinline__ uint32_t pack_int8(float a, float b, float c, float d, float up) {
   constexpr float kMiddle = 12582912.f;
   const auto byte = [&](float v) { return __float_as_uint(fmaf(v, up, kMiddle)); };
@@ -130,7 +130,7 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[j] = w[j];
   } else if constexpr (kForm == Form::kInt8) {
-    // As Int8Words (csrc/sm80/e2m1_to_int8.cuh) has K of 16.
+    // The order of 16 K that Int8Words (csrc/sm80/e2m1_to_int8.cuh) reads.
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[j] = pack_int8(v[2 * j], v[2 * j + 1], v[2 * j + 8], v[2 * j + 9], up);
   } else {
@@ -155,7 +155,7 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 template <typename T, bool kGated, Form kForm, int kLanes, int kBlocks>
 __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
                                   kLanes ? blocks_resident(kBlocks) : 1) row_kernel(const Rows p) {
-  // The kernel before makes x; or positions, and x may be fetched beside it.
+  // The previous kernel makes x. If there are positions, it makes these, and x may be fetched meanwhile.
   if (p.position == nullptr) {
     release_next_kernel();
     wait_previous_kernel();
@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
     wait_previous_kernel();
     release_next_kernel();  // which reads routing without waiting for this kernel
   }
-  // Where the copies go, one a lane; -1: nowhere.
+  // The destinations of the copies, one in each lane. -1 means none.
   constexpr int kShare = kLanes == 16 ? 16 : 32;
   const int end = p.position && p.end ? *p.end : p.count * p.copies;
   const auto destination = [&](int copy) {
@@ -250,7 +250,8 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
 template <typename T, bool kGated, Form kForm>
 int launch(Rows p, bool dependent, cudaStream_t stream) {
   const RowPlan plan = row_plan(p.count, p.padded / kRowValues);
-  // Without positions a row waits for *end before it reads anything: worth it only where most find it in L1.
+  // Without positions, a row waits for *end before it reads anything. This pays only if most rows find it in
+  // L1.
   if (p.position == nullptr && p.count <= kFewWarps) p.end = nullptr;
   if (plan.lanes > 32 * kMaxRowWarps) return cudaErrorInvalidValue;
   const auto shared = [&](auto kernel) {  // rows share a thread block

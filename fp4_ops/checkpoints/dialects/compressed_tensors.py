@@ -28,7 +28,7 @@ PACK_INT4 = Int4Dialect(
     unused=(".weight_shape", ".weight_zero_point", ".weight_g_idx", *_KV), code_dtypes=(torch.int32,),
     reads=(".weight_zero_point", ".weight_g_idx"),
 )  # fmt: skip
-NAIVE_INT4 = Int4Dialect(  # what compressed-tensors makes of int4 weights that meet fp8 activations (W4AFP8)
+NAIVE_INT4 = Int4Dialect(  # compressed-tensors writes this for int4 weights with fp8 activations (W4AFP8)
     "naive-quantized", "int4", ".weight", ".weight_scale", code_dtypes=(torch.int8,), codes_per_byte=1,
     unused=(".weight_zero_point", *_KV), reads=(".weight_zero_point",),
 )  # fmt: skip
@@ -57,7 +57,7 @@ _EIGHT = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantize
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
-    """Each of `config_groups` has its format, or they have the config's."""
+    """Returns the dialects of `config_groups`. A group without a format of its own has the config's."""
     if config.get("quant_method") != "compressed-tensors":
         return None
     KEYS.check(config, where)
@@ -84,7 +84,7 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
 
 
 def _format_of(weights: dict[str, Any]) -> str | None:
-    """The format that compressed-tensors chooses for such weights, where a config names none."""
+    """Returns the format that compressed-tensors chooses for such weights if a config names none."""
     bits, kind = weights.get("num_bits"), weights.get("type")
     if (bits, kind) == (4, "float"):
         return "nvfp4-pack-quantized" if weights.get("group_size") == 16 else "mxfp4-pack-quantized"
@@ -112,7 +112,8 @@ def _dialect(format: str | None, weights: dict[str, Any], where: str) -> Dialect
 
 
 def _int4(dialect: Int4Dialect, weights: dict[str, Any], where: str) -> Int4Dialect:
-    """The dialect with the group size that the config says, and the format whose blocks divide it."""
+    """Returns the dialect with the config's group size, and with the format whose block divides the group
+    size."""
     if (weights.get("num_bits"), weights.get("type")) != (4, "int"):
         raise _unknown(where, f"{dialect.name} weights other than symmetric int4 of one group size")
     order = weights.get("actorder")

@@ -1,4 +1,5 @@
-"""llama.cpp's architectures: transformers' names of their tensors, and the config that their metadata give.
+"""Describes llama.cpp's architectures: transformers' names of their tensors, and the config that follows from
+their metadata.
 
 The names are those of the family's own folders, one matrix for each expert, so transformers' rules for the
 family place them.
@@ -77,7 +78,7 @@ class Architecture:
     names: dict[str, str] = field(default_factory=dict)
     """ggml's name of a layer's module to transformers', beside those that all have."""
     whole_names: dict[str, str] = field(default_factory=dict)
-    """The same of tensors whose name differs as a whole, with the suffix."""
+    """The same for tensors whose whole name differs, including the suffix."""
     experts: dict[str, str] = field(default_factory=lambda: _EXPERTS)
     permuted: bool = False
     """Rows of q and k lie in the order of llama.cpp's own rope."""
@@ -179,7 +180,7 @@ ARCHITECTURES = {
         _shared("shared_experts"), {"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}, more=_glm4,
     ),
 }  # fmt: skip
-"""By general.architecture."""
+"""Architectures by the value of general.architecture."""
 
 
 def architecture_of(file: GGUF) -> Architecture:
@@ -251,6 +252,6 @@ def _shape(file: GGUF, name: str) -> tuple[int, ...]:
 
 
 def _width(file: GGUF, name: str) -> int:
-    """The inputs of the first layer's matrices of that name."""
+    """Returns the number of inputs of the first layer's matrix of that name."""
     layer = next((i for i in range(layers_of(file)) if f"blk.{i}.{name}.weight" in file.tensors), 0)
     return _shape(file, f"blk.{layer}.{name}.weight")[-1]

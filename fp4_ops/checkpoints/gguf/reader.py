@@ -1,4 +1,5 @@
-"""The header of a GGUF file, or of all files of a split one: its metadata, and where each tensor lies."""
+"""Reads the header of a GGUF file, or of all files of a split one: its metadata, and the place of each
+tensor."""
 
 from __future__ import annotations
 
@@ -39,10 +40,10 @@ class GGUF:
     path: Path
     """The file that was given."""
     metadata: dict[str, Any]
-    """The first file's. Lists of strings are left out: their length stands for them."""
+    """The metadata of the first file. A list of strings is replaced by its length."""
     tensors: dict[str, TensorInfo]
-    """By ggml's names, the slowest dimension first. A quantised one has its bytes as shape, and ggml's name
-    of its type as `foreign`."""
+    """Tensors by ggml's names, the slowest dimension first. A quantised one has the shape of its bytes,
+    and ggml's name of its type as `foreign`."""
 
     @classmethod
     def open(cls, path: Path) -> GGUF:
@@ -101,7 +102,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def _files_of(path: Path) -> list[Path]:
-    """The files of a split model, in their order, whichever of them is given."""
+    """Returns the files of a split model in order, whichever of them is given."""
     match = _SPLIT.match(path.name)
     if match is None:
         return [path]
@@ -228,7 +229,8 @@ class _Header:
         return [self._value(element) for _ in self._times(count, 12)]
 
     def _times(self, count: int, least: int) -> Iterator[int]:
-        """Counts to `count`, where each step reads at least so many bytes: a damaged count ends at once."""
+        """Counts to `count`. Each step reads at least `least` bytes, so a damaged count that is too large
+        for the file fails at once."""
         if count * least > self._size:
             raise self._error(f"is damaged: it announces {count} entries in {self._size} bytes. {DAMAGED}")
         return iter(range(count))

@@ -1,4 +1,4 @@
-"""ggml's types: how many bytes a block has, and the float32 values that it means.
+"""Reads ggml's types: the number of bytes in a block, and the float32 values that they represent.
 
 Each block holds its scales and its codes. Functions take blocks, uint8 [n, bytes of a block], and return
 float32 [n, elements of a block]. The names are ggml's.
@@ -19,13 +19,13 @@ Dequantize = Callable[[Tensor], Tensor]
 class GGMLType:
     name: str
     block: int
-    """Elements that lie together."""
+    """The number of elements in a block."""
     nbytes: int
     """Bytes of a block."""
     dtype: torch.dtype | None = None
     """torch's dtype of the same bytes."""
     dequantize: Dequantize | None = None
-    """None: its values are not known here."""
+    """None if this package cannot compute the values."""
 
 
 def values(kind: GGMLType, data: Tensor) -> Tensor:
@@ -49,18 +49,19 @@ def neighbours(codes: Tensor) -> Tensor:
 
 
 def _half(data: Tensor) -> Tensor:
-    """float16 scales, two bytes each, as float32."""
+    """Returns float16 scales (two bytes each) as float32."""
     return data.contiguous().view(torch.float16).float()
 
 
 def _bits(data: Tensor, width: int) -> Tensor:
-    """Numbers of `width` bits, [n, bytes] to [n, 8 / width, bytes]: the lowest bits of all bytes first."""
+    """Unpacks numbers of `width` bits, [n, bytes] to [n, 8 / width, bytes]: the lowest bits of all bytes
+    come first."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=data.device)
     return (data[:, None] >> shifts[:, None]) & ((1 << width) - 1)
 
 
 def _high_bits(data: Tensor) -> Tensor:
-    """32 single bits of 4 bytes, in order."""
+    """Returns the 32 single bits of 4 bytes, in order."""
     shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return ((data[..., None] >> shifts) & 1).flatten(-2)
 
@@ -105,7 +106,7 @@ def _q3_k(x: Tensor) -> Tensor:
 
 
 def _scales_of_k(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """The 8 scales and the 8 minima of Q4_K and Q5_K, six bits each, of 12 bytes."""
+    """Unpacks the 8 scales and 8 minima (six bits each) of Q4_K and Q5_K from 12 bytes."""
     scale, least, both = packed.split(4, 1)
     scales = torch.cat([scale & 63, both & 15 | scale >> 2 & 48], 1)
     minima = torch.cat([least & 63, both >> 4 | least >> 2 & 48], 1)
@@ -169,7 +170,7 @@ def _mxfp4(x: Tensor) -> Tensor:
 
 
 def unsigned_e4m3(data: Tensor) -> Tensor:
-    """ggml's scales of NVFP4 as e4m3: it ignores the sign, and reads NaN as 0."""
+    """Converts ggml's NVFP4 scales to e4m3. ggml ignores the sign, and reads NaN as 0."""
     data = data & 127
     return torch.where(data == 127, 0, data).view(torch.float8_e4m3fn)
 
@@ -212,6 +213,6 @@ TYPES = {
     39: GGMLType("MXFP4", 32, 17, None, _mxfp4),
     40: GGMLType("NVFP4", 64, 36, None, _nvfp4),
 }
-"""By the number that a file has for each."""
+"""Types by their number in a file."""
 
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
