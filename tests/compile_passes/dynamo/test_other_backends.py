@@ -51,7 +51,8 @@ def behaviour(name, backend):
         result = [type(error).__name__, str(error).split(chr(10))[0]]
     found = {k: dict(v) for k, v in torch._dynamo.utils.counters.items() if v}
     reasons = {k.split(chr(10))[0]: n for k, n in found.pop("graph_break", {}).items()}
-    found.pop("inductor", None)
+    for cached in ("inductor", "aot_autograd"):  # what was compiled once is found in their caches
+        found.pop(cached, None)
     return [name, backend, result, reasons, str(found)]
 
 def settings():
