@@ -6,7 +6,8 @@ model and of every other model with the same code. By then Dynamo has read the v
 a flag, the kinds of arguments. This module keeps guards on exactly these. Calls that match them run the code
 in Python; all other calls are traced as if nothing had happened.
 
-The same holds for a call in which a function with experts does nothing, and which Dynamo therefore leaves.
+If a function with experts does nothing in some call, Dynamo leaves it to Python, too. The same is done for
+such calls.
 
 If Dynamo can continue after a call, it traces the function once more up to there, and forgets the values it
 read inside the call. Those guards are kept, too.

@@ -1,4 +1,4 @@
-// Launches that operators consist of. Each takes checked tensors and runs on the current device and its
+// The launches that operators are made of. Each takes checked tensors and runs on the current device and its
 // current stream. None reads device memory on the host.
 #pragma once
 
@@ -32,7 +32,7 @@ struct Rows {
   OptionalTensor factor;
 };
 
-// Which expert each row of a product has.
+// The expert of each row of a product.
 struct Route {
   Routing routing = Routing::kDense;
   const void* route = nullptr;       // offs, ids or masked_m; none for kDense
@@ -40,7 +40,7 @@ struct Route {
   int max_m = 0;                     // kMasked: rows a group
 };
 
-// Of rows that prefill multiplies.
+// The sorted order of rows that prefill multiplies.
 struct Sorted {
   Tensor made;  // offs [groups], the row at each position, the position of each row
   int groups, rows;
@@ -63,7 +63,7 @@ struct ProductArguments {
 void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, const WeightOperand& w,
                 const Route& route, const ProductArguments& arguments, const Tensor& out);
 
-// With `topk_weights` [tokens, k], out [tokens, n] is the sum of k rows each, times them.
+// With `topk_weights` [tokens, k], out [tokens, n] is the weighted sum of the k rows of each token.
 void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const WeightOperand& w,
               const Route& route, const ProductArguments& arguments, const Tensor& out,
               const Tensor* topk_weights = nullptr);
@@ -73,9 +73,9 @@ void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const W
 void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
                  const ProductArguments& arguments, const Tensor& out);
 
-// Whether run_prefill can apply this activation to results of this dtype.
+// True if run_prefill can apply this activation to results of this dtype.
 bool prefill_gates(const Activation& gate, ScalarType out);
-// Whether the row kernels, decode and gemv can.
+// True if the row kernels, decode and gemv can apply this activation.
 bool rows_gate(const Activation& gate);
 
 // --- rows ---

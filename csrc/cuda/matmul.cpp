@@ -144,7 +144,8 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   return out;
 }
 
-// Groups along K come up in training, where weights are not in 4 bits: written over `mm` in Python.
+// Groups along K are needed in training, where weights are not in 4 bits. This product is therefore written
+// in Python, with `mm`.
 Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                     const OptionalTensor& b_global_scale, const Tensor& offs, const OptionalTensor& a_scale,
                     const OptionalTensor& a_global_scale, const std::string& format,

@@ -48,7 +48,7 @@ __device__ __forceinline__ void store_one(void* p, int64_t i, float a, DType typ
   }
 }
 
-// Columns n and n + 1 of a row of the output, or what their gate makes of them.
+// Stores columns n and n + 1 of a row of the output, or the result of their gate.
 __device__ __forceinline__ void store_product(const ProductParams& p, int64_t row, int n, float v0,
                                               float v1) {
   if (p.gate.act == Act::kNone) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_product(const ProductParams& p, int64_t ro
   }
 }
 
-// A row of the output, by so many threads.
+// Writes zeros to a row of the output, with `threads` threads.
 __device__ __forceinline__ void clear_row(const ProductParams& p, int64_t row, int thread, int threads) {
   const int width = p.gate.act == Act::kNone ? p.n : p.n / 2;
   const int bytes = width * (p.out_type == DType::kFloat32 ? 4 : 2);

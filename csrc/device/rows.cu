@@ -72,8 +72,8 @@ __device__ __forceinline__ uint32_t pack_fp8(float a, float b, float c, float d)
   return lo | hi << 16;
 }
 
-// Thread blocks a multiprocessor shall hold where rows share them: with 64, 80, 96 or 128 registers a thread,
-// which hold as many blocks of gated values and do not spill.
+// The number of thread blocks that a multiprocessor should hold if rows share them. With it a thread has 64,
+// 80, 96 or 128 registers, enough to hold that many blocks of gated values without spills.
 constexpr int blocks_resident(int blocks) { return blocks == 1 ? 8 : blocks == 2 ? 6 : blocks == 3 ? 5 : 4; }
 
 // The factor of a row's values, and the scale that undoes it.
@@ -151,7 +151,7 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
   }
 }
 
-// Each row of x, gated if kGated. kLanes as in RowPlan, 0: the thread block.
+// Converts each row of x, gated if kGated. kLanes is as in RowPlan; 0 means the whole thread block.
 template <typename T, bool kGated, Form kForm, int kLanes, int kBlocks>
 __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
                                   kLanes ? blocks_resident(kBlocks) : 1) row_kernel(const Rows p) {

@@ -36,7 +36,8 @@ WEIGHT_KEYS = Keys(
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
-    """`layer_quant_config` and `layer_type_quant_config` may differ from the `global_quant_config`."""
+    """Returns the dialect. Also checks the layers that `layer_quant_config` and `layer_type_quant_config`
+    name."""
     if config.get("quant_method") != "quark":
         return None
     parts = {"global_quant_config": config.get("global_quant_config")}

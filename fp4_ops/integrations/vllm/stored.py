@@ -20,7 +20,7 @@ from ...meta.formats import FORMATS
 VLLM_KEYS = ("total_num_heads", "total_num_kv_heads")
 """Keys that vLLM adds to a config."""
 METHODS = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "gpt_oss_mxfp4": "mxfp4"}
-"""vLLM's names for what a folder calls otherwise."""
+"""vLLM's names of methods, and the names that folders use."""
 CACHES = (".k_scale", ".v_scale", ".q_scale", "_bmm_quantizer._amax")
 """Ends of the names of scales of the cache, which belong to no linear layer."""
 
@@ -171,7 +171,7 @@ class Gathered:
         )
 
     def missing(self) -> list[str]:
-        """Names of weights of which some tensors came, and not all."""
+        """Returns the names of weights of which only some tensors have arrived."""
         return [self.entries[key].stored.name for key in self._parts]
 
 
