@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
-from ..meta.torch_internals import TracingContext, is_precompiling
+from ..meta.torch_internals import TracingContext, is_precompiling, pytree, set_grad_enabled
 from . import advice
 from .dynamo import left_out
 from .dynamo.extend import allow_scalars
@@ -48,7 +48,7 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
     gm, inputs, _ = see_through(*as_inputs(gm, inputs)[:2])
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
-    if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs):
+    if _asks_for_gradients(gm, inputs):
         frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
         frame.change = advice.NO_GRADIENTS
         return None, frame
@@ -77,6 +77,24 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         frame.change = advice.STACK_DEPTH if isinstance(error, RecursionError) else str(advice.FAULT)
         return None, frame
     return rewritten, frame
+
+
+def _asks_for_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether gradients are on for a call that reads a tensor which requires them.
+
+    A model may turn them off itself, as with `@torch.no_grad()` on its `forward`.
+    """
+    if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)):
+        return False
+    on = True
+    for node in gm.graph.nodes:
+        if node.target is set_grad_enabled:
+            on = bool(node.args[0])
+        elif on and node.op not in ("placeholder", "output"):
+            values = pytree.tree_leaves([n.meta.get("example_value") for n in node.all_input_nodes])
+            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in values):
+                return True
+    return False
 
 
 def _any_layout(device: str, options: Options) -> str:
@@ -153,7 +171,8 @@ def compile_graph(
     patches = {**inductor_patches(options), **({"freezing": False} if held else {})}
 
     def as_rewritten() -> Callable[..., Any]:
-        compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
+        with torch.no_grad():  # what the graph itself says of gradients is not in an aten graph
+            compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
         run = given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, undo), parts)
         return with_held(run, held)
 

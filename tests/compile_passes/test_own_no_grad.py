@@ -1,0 +1,68 @@
+"""Models that turn gradients off themselves, called with gradients on."""
+
+import pytest
+import torch
+from moe_models import Block, Recorder, relative_error
+from recorder import fake_quantised
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+class Decorated(Block):
+    @torch.no_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Inside(Block):
+    def forward(self, x):
+        with torch.no_grad():
+            return super().forward(x)
+
+
+class BesideOthers(Block):
+    """The experts are in a block without gradients; the router's scores are not."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            y = super().forward(x)
+        return y * self.router.mean()
+
+
+class WrittenWithGradients(Block):
+    """Nothing that is returned has gradients, but a buffer gets them."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        self.state.copy_(y)
+        return y.detach()
+
+
+def twin(block):
+    exact = Block("grouped_mm")
+    exact.router = block.router
+    for name in ("w13", "w2"):
+        getattr(exact, name).data = fake_quantised(getattr(block, name), "nvfp4")
+    return exact
+
+
+@pytest.mark.parametrize("model", [Decorated, Inside])
+@pytest.mark.parametrize("backend", [None, pytest.param("fp4", marks=pytest.mark.slow)])
+def test_experts_are_rewritten(model, backend):
+    block, recorder = model("grouped_mm"), Recorder(activation="bf16")
+    x = torch.randn(6, Block.H)
+    compiled = torch.compile(block, backend=backend or recorder, options=backend and {"activation": "bf16"})
+    got = compiled(x)
+    with torch.no_grad():
+        want = twin(block)(x)
+    assert relative_error(got, want) < (1e-2 if backend else 1e-5) and not got.requires_grad
+    if backend is None:
+        assert recorder.ops == ["fp4::moe"] and recorder.compilations == 1
+
+
+@pytest.mark.parametrize("model", [BesideOthers, WrittenWithGradients])
+def test_gradients_that_are_left_on_count(model):
+    block, recorder = model("grouped_mm"), Recorder()
+    block.register_buffer("state", torch.zeros(6, Block.H))
+    torch.compile(block, backend=recorder)(torch.randn(6, Block.H))
+    assert "gradients may be asked for" in recorder.frames[0].note
