@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .formats import A_FORMATS, FORMAT_NAMES, FORMATS, FP4_NAMES, INT4_FORMATS, Format
-from .torch_internals import without_recording
+from .torch_internals import torchscript_trace, without_recording
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,8 @@ LAYOUTS = {
 
 def same_bytes(layout: str, other: str) -> bool:
     """True if weights in one layout are weights in the other under another name."""
-    return LAYOUTS[layout].order == LAYOUTS[other].order
+    orders = {name: known.order for name, known in LAYOUTS.items()}
+    return orders.get(layout, layout) == orders.get(other, other)
 
 
 def packed_spec(
@@ -201,6 +202,8 @@ def block_scales(scale: torch.Tensor, format: str, layout: str) -> torch.Tensor:
     if scale.dtype != torch.uint8:
         return scale
     dtype = LAYOUTS[layout].scale_dtype or FORMATS[format].scale_dtype
+    if torchscript_trace() is None:
+        return scale.view(dtype)
     return without_recording(lambda: scale.view(dtype))  # TorchScript cannot record view(dtype)
 
 

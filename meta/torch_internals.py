@@ -126,11 +126,13 @@ def has_new_shape(t: FunctionalTensor) -> bool:
 # --- TorchScript: it has no public switch for one step of a trace ---
 
 
+torchscript_trace = torch._C._get_tracing_state
+"""() -> the trace that TorchScript is recording, or None."""
+
+
 def without_recording(step: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return step(), a constant in the trace that TorchScript may be recording."""
-    recording = torch._C._get_tracing_state()
-    if recording is None:
-        return step()
+    """Return step(), a constant in the trace that TorchScript is recording."""
+    recording = torchscript_trace()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
         return step()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.trace import capture as module
@@ -27,9 +26,7 @@ class Both:
         self.captured: dict[bool, torch.fx.GraphModule] = {}
         self.runs = 0
 
-    def capture(
-        self, gm: torch.fx.GraphModule, inputs: list[Any], whole: bool = False
-    ) -> tuple[torch.fx.GraphModule, FakeTensorMode]:
+    def capture(self, gm: torch.fx.GraphModule, inputs: list[Any], whole: bool = False) -> module.Captured:
         by_calls = module._by_calls
 
         def run(*args: Any) -> Any:
@@ -42,13 +39,14 @@ class Both:
             patch.setattr(module, "_by_calls", run)
             # Copies keep attention whole (test_attention.py); traces cannot.
             patch.setattr(Copier, "_attention", lambda *_: None)
-            traced, mode, _ = module.capture(gm, inputs)
+            captured = module.capture(gm, inputs)
+        traced = captured.gm
         graph = torch.fx.Graph()
         graph.output(graph.graph_copy(traced.graph, {}))
         graph.eliminate_dead_code()
         graph.lint()
         self.captured[whole] = torch.fx.GraphModule(traced, graph)
-        return traced, mode
+        return captured
 
     def __call__(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         self.capture(gm, inputs)

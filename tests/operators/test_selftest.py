@@ -22,10 +22,11 @@ ROWS = {"offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked"}
 def test_every_operator_format_layout_and_kind_has_a_case():
     cases = list(selftest.cases("cpu"))
     kinds = ["float32", "bfloat16", "float16", "int8", "fp8", "nvfp4", "mxfp4"]
+    layouts = ["plain", "tile16", "tile16_invariant"]
     products = {(c.operator, c.format, c.layout, c.kind) for c in cases if c.operator != "moe"}
-    assert products == set(itertools.product(selftest.PRODUCTS, FORMATS, ("plain", "tile16"), kinds))
+    assert products == set(itertools.product(selftest.PRODUCTS, FORMATS, layouts, kinds))
     blocks = {(c.format, c.layout, c.kind) for c in cases if c.operator == "moe"}
-    assert blocks == set(itertools.product(FORMATS, ("plain", "tile16"), A_FORMATS))
+    assert blocks == set(itertools.product(FORMATS, layouts, A_FORMATS))
     assert {c.activation for c in cases if c.operator == "moe"} == set(ACTIVATIONS)
     done = {c.operator for c in cases} | {what.split()[0] for what, *_ in selftest.conversions("cpu")}
     # unpack is part of prepack's check; gradients and orders of rows are exact, or torch's own; linears have
