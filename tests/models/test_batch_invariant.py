@@ -100,8 +100,8 @@ def test_saved_and_loaded(tmp_path):
     loaded = fp4_ops.load_checkpoint(None, tmp_path, batch_invariant=True)
     assert layouts_of(loaded) == {LAYOUT}
     assert layouts_of(fp4_ops.load_checkpoint(None, tmp_path)) == {"tile16"}
-    with torch.no_grad():
-        assert torch.equal(Experts(loaded)(*inputs), want)
+    with torch.no_grad():  # a folder stores 1 / global_scale, which rounds
+        torch.testing.assert_close(Experts(loaded)(*inputs), want, rtol=1e-5, atol=1e-5)
     assert differing(Experts(loaded), *inputs) == 0
 
 
