@@ -11,7 +11,7 @@ namespace {
 inline bfloat16x8_t as_bf16(uint16x8_t v) { return vreinterpretq_bf16_u16(v); }
 inline bfloat16x8_t load_bf16(const uint8_t* p) { return vreinterpretq_bf16_u8(vld1q_u8(p)); }
 
-// Of a group's codes, the first two bytes of each row come before the last two. A lane of the values is then
+// A group stores the first two bytes of each row's codes before the last two. A lane of the values is then
 // two k of one row, which are multiplied by a lane of the activations.
 template <Scale scale>
 struct DotTile {

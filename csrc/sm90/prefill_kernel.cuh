@@ -303,7 +303,7 @@ class PrefillBlock {
     }
   }
 
-  // What the products must know about a tile. Consumers have no registers for more.
+  // This holds what the products must know about a tile. Consumers have no registers for more.
   struct TileSize {
     int width, steps;
   };

@@ -113,7 +113,7 @@ def routings(experts: int, tokens: int, top_k: int, calls: int):
     ],
 )
 def test_cache_is_lru(experts, slots, tokens, top_k, poisoned_memory):
-    """What is fetched, where to, which ids result, what the slots hold at each round, and the state."""
+    """The kernel agrees on the copies, the new ids, the contents of slots in each round, and the state."""
     host = [
         in_host_memory(torch.randint(256, (experts, size), dtype=torch.uint8))
         for size in ((16400, 48) if experts < 100 else (32,))
