@@ -342,8 +342,8 @@ def quantize_checkpoint(
                         continue
                     result = to / folder.name(file)
                     result.parent.mkdir(parents=True, exist_ok=True)
-                    pipeline.convert(list(plan.units(file)), result, plan.dialect, bar.update)
-                    pipeline.then(partial(resumable.done, file))
+                    done = partial(resumable.done, file)
+                    pipeline.convert(list(plan.units(file)), result, plan.dialect, bar.update, done)
                 pipeline.flush()
     report = _finish(plan, to, resumable, layers)
     if layers is not None:
@@ -460,8 +460,15 @@ class _Pipeline:
         self._reader.close()
         torch.set_num_threads(self._threads)  # for threads that start from now on
 
-    def convert(self, units: list[Unit], file: Path, dialect: Dialect, update: Callable[[int], Any]) -> None:
-        """Converts one file. It may not yet be on the disk when this returns."""
+    def convert(
+        self,
+        units: list[Unit],
+        file: Path,
+        dialect: Dialect,
+        update: Callable[[int], Any],
+        done: Callable[[], Any],
+    ) -> None:
+        """Converts one file. It may not yet be on the disk when this returns. Calls `done` when it is."""
         writer = Writer(file, [o for unit in units for o in unit.outputs])
         self._unfinished.append(writer)
         parts = self._ahead(units)
@@ -476,12 +483,13 @@ class _Pipeline:
                 for name, tensor in _encode(unit, codes, dialect):
                     self._write(tensor.nbytes, writer.write, name, tensor)
             update(unit.nbytes)
-        self.then(writer.close)
-        self.then(partial(self._unfinished.remove, writer))
+        self._write(0, self._complete, writer, done)
 
-    def then(self, function: Callable[[], Any]) -> None:
-        """Runs `function` after everything so far has been written, if no write failed."""
-        self._write(0, function)
+    def _complete(self, writer: Writer, done: Callable[[], Any]) -> None:
+        """Gives a file its name and notes it. It is one step, so that an interrupt cannot cancel half."""
+        writer.close()
+        self._unfinished.remove(writer)
+        done()
 
     def flush(self) -> None:
         while self._behind:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,14 @@ def test_a_killed_run_is_resumed_with_the_same_result(after, source, tmp_path, m
             raise Killed
         return quantize(self, *args)
 
+    def slow(self: Any) -> None:  # the run dies while the writing thread gives a file its name
+        close(self)
+        time.sleep(0.05)
+
+    close = convert.Writer.close
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(convert._Pipeline, "_quantize", dies)
+        patch.setattr(convert.Writer, "close", slow)
         quantize_checkpoint(source, tmp_path / "out", progress=False)
     left = {f.name for f in (tmp_path / "out").iterdir()}
     assert "config.json" not in left and "model.safetensors.index.json" not in left
