@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fp4_ops import fitted, native, tune
-from fp4_ops.cost_fit import Point, errors, fit, solve
+from fp4_ops.runtime import fitted, native, tune
+from fp4_ops.runtime.cost_fit import Point, errors, fit, solve
 
 ROOT = Path(__file__).parents[1]
 KINDS = {"16": "half", "bf16": "bf16", "8": "w4a8"}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from fp4_ops import fitted
+from fp4_ops.runtime import fitted
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ["kernels_amx_bf16.cpp", "kernels_many_avx512_bf16.cpp"]

@@ -19,9 +19,9 @@ import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
-from fp4_ops import native
 from fp4_ops.backends.launchers import rows as row_kernels
 from fp4_ops.dev.product import NativeWeight, Routing
+from fp4_ops.runtime import native
 
 PAUSE_SECONDS = 0.1
 LAYOUTS = {"fp8": "sm90", "none": "mma_bf16"}

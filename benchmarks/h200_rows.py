@@ -18,9 +18,9 @@ import record
 import torch
 from h200_hopper import MODELS, ROUTINGS, Model, median_us, random_weight, routing
 
-from fp4_ops import native
 from fp4_ops.backends.launchers import rows as row_kernels
 from fp4_ops.dev.product import Routing
+from fp4_ops.runtime import native
 
 LAYOUTS = ("sm90", "mma_bf16")
 BLOCKS = (("sm90", "none"), ("mma_bf16", "none"), ("sm90", "fp8"), ("sm90", "auto"))

@@ -197,10 +197,10 @@ def random_weight(at: Rank, experts: int, n: int, k: int) -> list[torch.Tensor]:
 
 
 def blocks(at: Rank, name: str, tables: list[str], tokens_list: list[int]) -> None:
-    from fp4_ops import native
     from fp4_ops.distributed import workspace
     from fp4_ops.distributed.local import Local
     from fp4_ops.distributed.shares import own_experts
+    from fp4_ops.runtime import native
 
     experts, hidden, inner, top_k = MODELS[name]
     at.generator.manual_seed(5)
@@ -261,9 +261,9 @@ def blocks(at: Rank, name: str, tables: list[str], tokens_list: list[int]) -> No
 
 def _kernel(experts: int, pairs: int, hidden: int, inner: int, kind: str, device: torch.device) -> str:
     """Names the kernel of both products, for all experts and tokens."""
-    from fp4_ops import native
     from fp4_ops.backends.launchers.library import multiprocessors
     from fp4_ops.meta.layouts import LAYOUTS
+    from fp4_ops.runtime import native
 
     padded = LAYOUTS["sm90"].padded
     sizes = (2 * inner, padded(hidden)), (hidden, padded(inner))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from . import accuracy, selftest, tune
+from . import accuracy, selftest
 from .checkpoints import cli as checkpoints_cli
 from .compile_passes import cli as compile_cli
 from .info import info
 from .library_files import libraries
+from .runtime import tune
 
 
 def main(arguments: list[str] | None = None) -> None:

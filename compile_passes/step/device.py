@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ... import native
 from ...backends.hopper.trust import linears_kernel
+from ...runtime import native
 
 
 def runs(device: torch.device) -> bool:

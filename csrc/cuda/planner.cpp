@@ -1,5 +1,5 @@
-// For Python, by ctypes: fp4_ops/native.py has the signatures. Tests and tools see more of the planner
-// (csrc/dev/module.cpp).
+// For Python, by ctypes: fp4_ops/runtime/native.py has the signatures. Tests and tools see more of the
+// planner (csrc/dev/module.cpp).
 //
 // An exception that left through ctypes would end the process. So each function that can throw returns kThrew
 // instead, and fp4_cuda_thrown says what it was.

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def _reader() -> ModuleType:
-    """fp4_ops/fitted.py, without the package, which is not built yet."""
-    spec = importlib.util.spec_from_file_location("fitted", ROOT / "fp4_ops/fitted.py")
+    """fp4_ops/runtime/fitted.py, without the package, which is not built yet."""
+    spec = importlib.util.spec_from_file_location("fitted", ROOT / "fp4_ops/runtime/fitted.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

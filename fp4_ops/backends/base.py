@@ -9,9 +9,9 @@ from types import ModuleType
 
 import torch
 
-from .. import native
-from ..fitted import Group, families, groups
 from ..meta.layouts import LAYOUTS
+from ..runtime import native
+from ..runtime.fitted import Group, families, groups
 
 UNQUANTISED = (torch.float32, torch.bfloat16, torch.float16)
 

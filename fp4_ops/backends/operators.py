@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.library import Library
 
-from .. import native, tuned
 from ..meta.fakes import OPERATORS
+from ..runtime import native, tuned
 from . import BACKENDS, anywhere, available, refuse_layout
 
 LIBRARY = Library("fp4", "IMPL")

@@ -5,8 +5,8 @@ Functions that take a GPU also take a number of SMs, which means a Hopper GPU wi
 
 from __future__ import annotations
 
-from ..fitted import Values, flat
-from ..native import Only
+from ..runtime.fitted import Values, flat
+from ..runtime.native import Only
 from . import _native
 from ._native import (
     FEW_WARPS,

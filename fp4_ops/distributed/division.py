@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
-from ..fitted import FILE, read
+from ..runtime.fitted import FILE, read
 
 TOKENS = 1, 8, 32, 128
 """Numbers of tokens in the report."""

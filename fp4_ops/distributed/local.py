@@ -93,8 +93,8 @@ class Local:
         self, experts: int, rows: int, a_format: str, device: torch.device, *, int4: bool = False,
         expected: int = 0,
     ) -> bool:  # fmt: skip
-        from .. import native
         from ..backends.launchers.library import multiprocessors
+        from ..runtime import native
 
         up, down = self.experts
         sizes = (up.n, up.k), (down.n, down.k)

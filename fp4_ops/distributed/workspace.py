@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fitted import FILE, read
 from ..meta.text import in_short
+from ..runtime.fitted import FILE, read
 from . import nvlink
 from .collectives import Group
 from .local import Parts

@@ -10,12 +10,12 @@ import pytest
 import torch
 from processes import once, outcomes, start
 
-from fp4_ops import native
 from fp4_ops.backends.launchers import library
 from fp4_ops.distributed.local import Local
 from fp4_ops.meta import checks
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
+from fp4_ops.runtime import native
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():

@@ -21,11 +21,11 @@ import torch
 from places import HELPERS, ROOT
 from torch.overrides import TorchFunctionMode
 
-from fp4_ops import native
 from fp4_ops.backends import operators
 from fp4_ops.backends.launchers import library
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.layouts import LAYOUTS
+from fp4_ops.runtime import native
 
 EMULATOR = HELPERS / "sm90_emulator"
 FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "sm80")}

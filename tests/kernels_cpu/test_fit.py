@@ -10,7 +10,8 @@ import pytest
 import torch
 from places import ROOT
 
-from fp4_ops import backends, fitted
+from fp4_ops import backends
+from fp4_ops.runtime import fitted
 
 GROUPS = fitted.groups("cpu")
 

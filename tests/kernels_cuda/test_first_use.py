@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from fp4_ops import first_use
+from fp4_ops.runtime import first_use
 
 
 @pytest.fixture(autouse=True)

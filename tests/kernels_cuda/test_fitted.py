@@ -16,8 +16,9 @@ import torch
 from conftest import SEED
 from development import development
 
-from fp4_ops import backends, cost_fit, fitted, native, tune
+from fp4_ops import backends
 from fp4_ops.meta.layouts import LAYOUTS
+from fp4_ops.runtime import cost_fit, fitted, native, tune
 
 ROOT = Path(__file__).resolve()
 while not (ROOT / "setup.py").exists():

@@ -16,7 +16,6 @@ import torch
 from development import development
 from places import ROOT
 
-from fp4_ops import native
 from fp4_ops.backends import operators
 from fp4_ops.backends.launchers import library
 from fp4_ops.distributed.local import Local
@@ -24,6 +23,7 @@ from fp4_ops.meta import checks
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
+from fp4_ops.runtime import native
 
 pytestmark = pytest.mark.skipif(
     native.library() is None, reason="needs the native runtime (build with FP4_CUDA_ARCHS=90a)"
@@ -171,7 +171,7 @@ def test_what_the_runtime_throws_is_raised_here(what):
     """In a process of its own: it ended by SIGABRT where a C++ exception left through ctypes."""
     call, words = THROWS[what]
     code = f"""
-from fp4_ops import native
+from fp4_ops.runtime import native
 try:
     {call}
 except RuntimeError as error:

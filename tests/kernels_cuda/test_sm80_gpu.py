@@ -10,11 +10,12 @@ import torch
 from development import development
 
 import fp4_ops
-from fp4_ops import native, selftest
+from fp4_ops import selftest
 from fp4_ops.backends import quantises_int8
 from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.backends.launchers import library
 from fp4_ops.backends.mma import trust
+from fp4_ops.runtime import native
 
 planner = development("planner")
 BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"

@@ -5,8 +5,8 @@ import reference
 import torch
 from conftest import large
 
-from fp4_ops import native
 from fp4_ops.backends.launchers import library
+from fp4_ops.runtime import native
 
 pytestmark = [
     pytest.mark.gpu,

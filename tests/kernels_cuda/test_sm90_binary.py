@@ -12,8 +12,8 @@ from development import development
 from places import ROOT
 
 import fp4_ops
-from fp4_ops import native
 from fp4_ops.backends.launchers import library
+from fp4_ops.runtime import native
 
 decode, planner, prefill = development("decode"), development("planner"), development("prefill")
 

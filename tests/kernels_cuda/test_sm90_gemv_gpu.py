@@ -17,9 +17,9 @@ from test_sm90_gpu import (
     sums_bound,
 )
 
-from fp4_ops import native
 from fp4_ops.backends.launchers import library, rows
 from fp4_ops.meta.formats import ACTIVATIONS
+from fp4_ops.runtime import native
 
 gemv, planner = development("gemv"), development("planner")
 Routing = planner.Routing

@@ -7,10 +7,10 @@ import pytest
 import torch
 from test_sm90_gpu import Weights, decode, prefill, pytestmark
 
-from fp4_ops import native
 from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.backends.launchers import rows
 from fp4_ops.meta.layouts import LAYOUTS
+from fp4_ops.runtime import native
 
 __all__ = ["pytestmark"]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_sm90_gpu import Weights, by_row, error, pytestmark, routed
 
-from fp4_ops import native
+from fp4_ops.runtime import native
 
 __all__ = ["pytestmark"]
 

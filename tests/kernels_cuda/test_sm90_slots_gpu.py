@@ -9,7 +9,7 @@ from conftest import more
 from test_sm90_gpu import Weights, pytestmark
 from test_sm90_parts_gpu import poisoned_memory
 
-from fp4_ops import native
+from fp4_ops.runtime import native
 
 __all__ = ["poisoned_memory", "pytestmark"]
 

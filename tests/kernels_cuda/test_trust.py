@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4_ops import backends, experts, first_use, native
+from fp4_ops import backends, experts
 from fp4_ops.backends.mma import trust
 from fp4_ops.meta.layouts import preferred_layout
+from fp4_ops.runtime import first_use, native
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

@@ -19,8 +19,8 @@ import torch
 from conftest import SEED
 from places import HELPERS
 
-from fp4_ops import cost_fit, first_use, native, tune, tuned
 from fp4_ops.info import constants_of
+from fp4_ops.runtime import cost_fit, first_use, native, tune, tuned
 
 HOPPER = native.HOPPER
 GPU = native.Gpu(HOPPER, 132, 227 * 1024, 0)
@@ -90,7 +90,7 @@ def kept(**other) -> tuned.Tuned:
 def test_another_process_reads_what_was_kept(tmp_path):
     path = tuned.store(kept())
     assert path.is_relative_to(tmp_path) and not list(path.parent.glob("*.part"))
-    code = "from fp4_ops import tuned, native\nfrom fp4_ops.info import constants_of\n"
+    code = "from fp4_ops.runtime import tuned, native\nfrom fp4_ops.info import constants_of\n"
     code += "(used, path), = tuned.in_use.values(); print(used.values['decode_us'], path)\n"
     code += f"print(constants_of({NAME!r}, native.HOPPER))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -200,7 +200,7 @@ def test_the_command_measures_and_keeps(monkeypatch, capsys):
 EMULATED = """
 import emulated, torch
 emulated.pretend()
-from fp4_ops import native, tune
+from fp4_ops.runtime import native, tune
 seen = []
 def captured(launch, count):
     seen.append(launch(0))

@@ -21,12 +21,12 @@ import reference
 import triton_targets
 from triton_interpreter import INSIDE, compiles, inside, needs_older_numpy, run_inside
 
-from fp4_ops import first_use
 from fp4_ops.backends.triton import launch, operators, ops, tiles
 from fp4_ops.backends.triton.scaled import support
 from fp4_ops.backends.triton.scaled import tiles as scaled_tiles
 from fp4_ops.backends.triton.scaled.spec import Scaled
 from fp4_ops.meta.formats import FORMATS
+from fp4_ops.runtime import first_use
 
 pytestmark = needs_older_numpy()
 FORMAT_NAMES = ("nvfp4", "mxfp4")

@@ -12,8 +12,8 @@ import pytest
 import reference
 import torch
 
-from fp4_ops import first_use
 from fp4_ops.meta.formats import FORMATS
+from fp4_ops.runtime import first_use
 
 pytest.importorskip("triton")
 

@@ -71,6 +71,7 @@ FOLDERS = {
     "cpu": {"common", "cpu"},
     "device": {"common", "device"},
     "sm90": {"common", "device", "sm90"},
+    "sm80": {"common", "device", "sm80"},
     "nvlink": {"nvlink"},
     "cuda": {"common", "cuda", "device"},
     "dev": {"common", "cuda", "dev", "device"},

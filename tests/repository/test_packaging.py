@@ -50,7 +50,7 @@ def test_what_is_for_development_is_in_no_wheel(tmp_path):
     done = forks.run(["setup.py", "-q", "build_py", "--build-lib", str(tmp_path)], cwd=ROOT)
     assert done.returncode == 0, done.stderr
     files = [file.relative_to(tmp_path).as_posix() for file in tmp_path.rglob("*") if file.is_file()]
-    assert "fp4_ops/native.py" in files and "fp4_ops/compile_passes/pipeline.py" in files
+    assert "fp4_ops/runtime/native.py" in files and "fp4_ops/compile_passes/pipeline.py" in files
     assert not [file for file in files if "dev" in Path(file).parts or "_native" in Path(file).name]
     needs = re.compile(r"^\s*(from \S*\bdev\b|import \S*\bdev\b|from \S+ import .*\bdev\b)", re.M)
     for room in ("fp4_ops", "meta", "compile_passes"):

@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 import fp4_ops  # noqa: F401
-from fp4_ops import native
 from fp4_ops.backends.launchers import library, rows
 from fp4_ops.dev import decode, prefill
 from fp4_ops.meta.formats import ACTIVATIONS, FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
+from fp4_ops.runtime import native
 
 op = torch.ops.fp4
 FORM, WIDE = ({"format": "nvfp4", "layout": layout} for layout in ("sm90", "mma_bf16"))

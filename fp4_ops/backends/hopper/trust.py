@@ -10,9 +10,9 @@ import logging
 import torch
 from torch import Tensor
 
-from ... import first_use, native
 from ...meta.torch_internals import without_modes
 from ...oracle import relative_error
+from ...runtime import first_use, native
 
 BOUND = 4e-3
 """Bound of the error of bfloat16 results against float64."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import torch
 
-from ... import cuda_errors, native
-from ...fitted import families
+from ... import cuda_errors
 from ...meta.formats import Activation
+from ...runtime import native
+from ...runtime.fitted import families
 
 FILE = "_sm90.so"
 
@@ -50,7 +50,7 @@ SIGNATURES = {
 def library(family: int = native.HOPPER) -> ctypes.CDLL | None:
     """Returns the kernels of a family, or None if they were not built (setup.py says when they are)."""
     own = FILE if family == native.HOPPER else f"_sm{family}.so"
-    path = Path(native.__file__).parent / native.used.get(family, own)
+    path = native.path().parent / native.used.get(family, own)
     if not path.exists():
         return None
     loaded = ctypes.CDLL(str(path))

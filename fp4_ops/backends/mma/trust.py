@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import first_use, native, oracle
+from ... import oracle
 from ...meta.formats import FP4_FORMATS
 from ...meta.torch_internals import without_modes
+from ...runtime import first_use, native
 
 LAYOUT = "mma_bf16"
 BOUND = 4e-3

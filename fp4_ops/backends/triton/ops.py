@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...fitted import groups
 from ...meta import checks
 from ...meta.formats import Format, known_activation
 from ...meta.layouts import LAYOUTS, Layout
+from ...runtime.fitted import groups
 from . import launch, quantize, routing
 from .launch import Spec, TryNext
 from .tiles import Device, Tile, device_of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...fitted import groups
+from ...runtime.fitted import groups
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from importlib.metadata import version
 import torch
 import triton
 
-from .... import first_use
 from ....meta.formats import FORMATS, Format
 from ....oracle import dequantize, relative_error
+from ....runtime import first_use
 from .. import launch
 from ..tiles import Device, Tile
 

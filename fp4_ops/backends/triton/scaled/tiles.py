@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ....fitted import groups
+from ....runtime.fitted import groups
 from .. import tiles
 from ..tiles import Device, Tile
 

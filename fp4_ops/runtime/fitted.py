@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-HOME = Path(__file__).parent / "backends"
+HOME = Path(__file__).parents[1] / "backends"
 FILE = "constants.json"
 
 KERNELS_FILE = "kernels.json"

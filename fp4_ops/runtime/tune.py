@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..meta.layouts import LAYOUTS
 from . import native, tuned
 from .cost_fit import Point, better, losses
 from .fitted import Values, families
-from .meta.layouts import LAYOUTS
 
 ROUTINGS = 4
 """Number of random routings of each product."""

@@ -55,7 +55,7 @@ FOLDERS = {f.family: f.name for f in families()}
 
 
 def path() -> Path:
-    return Path(__file__).parent / FILE
+    return Path(__file__).parents[1] / FILE
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Loads the native runtime, and the fitted and tuned numbers by which it chooses kernels."""
