@@ -15,7 +15,7 @@ device::Gate gate_fields(const Activation* gate) {
   return {device::Act(1 + int(gate->function)), gate->alpha, gate->limit, gate->up_offset};
 }
 
-// The fields of decode's and gemv's launches.
+// Fills the fields that the launches of decode and gemv share.
 void describe(device::ProductParams& p, const Rows& x, const WeightOperand& w, const Route& route,
               const ProductArguments& arguments, const Tensor& out) {
   p.x = pointer(x.values);
@@ -42,7 +42,7 @@ void describe(device::ProductParams& p, const Rows& x, const WeightOperand& w, c
   p.bf16_words = w.bf16;
 }
 
-// By what the rows are when they reach it.
+// Returns the prefill kernel for rows of this dtype.
 PrefillKernel prefill_kernel_of(ScalarType rows, const WeightOperand& w) {
   if (w.int4) return prefill_int4_kernel(w.block);
   if (rows == ScalarType::Char) return w.block == 32 ? PrefillKernel::kInt8B32 : PrefillKernel::kInt8;
@@ -52,7 +52,7 @@ PrefillKernel prefill_kernel_of(ScalarType rows, const WeightOperand& w) {
   return w.block == 32 ? PrefillKernel::kFp16B32 : PrefillKernel::kFp16;
 }
 
-// The rows of a result and how wide they are.
+// The number of rows of a result, their width, and the number of copies of each row of x.
 struct Shaped {
   int count, width, copies;
 };
@@ -141,7 +141,8 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
   check_launch(here.kernels().prefill(kernel, &p), "fp4_kernel_prefill");
 }
 
-// gate and up of a column meet in one lane's sums, and the function is cheap enough beside the products.
+// The prefill kernel applies silu itself, if gate and up are interleaved: both of a column are then in one
+// lane's sums, and silu costs little beside the products.
 bool prefill_gates(const Activation& gate, ScalarType out) {
   const bool known =
       gate.gated && gate.function == GateFunction::silu && (gate.limit > 0 || gate.up_offset == 0);

@@ -15,8 +15,8 @@
 
 namespace fp4::device {
 
-// One lane's share of an activation row in one 64-step: the 16 logical k of its scale block.
-// Words: HalfWords or MmaWords, the weights that it meets.
+// One lane's share of an activation row in one 64-step: the 16 logical k of its scale block. Words: how the
+// weights that these rows meet are decoded (HalfWords or MmaWords).
 template <DType kType, class Words>
 struct RowBlock {
   static constexpr bool kAsTheyAre = std::is_same_v<typename Words::Layout, MmaBf16>;
@@ -56,7 +56,8 @@ struct RowBlock {
     }
   }
 
-  // Four consecutive values, times `scale`, as the pairs (0, 2) and (1, 3) of the weights' fragments.
+  // Returns four consecutive values, times `scale`, as the pairs (0, 2) and (1, 3), like the weights'
+  // fragments.
   __host__ __device__ uint2 pairs(int i, float scale) const {
     float2 lo, hi;
     if constexpr (kType == DType::kFloat8) {
@@ -74,12 +75,13 @@ struct RowBlock {
     return make_uint2(reinterpret_cast<const uint32_t&>(even), reinterpret_cast<const uint32_t&>(odd));
   }
 
-  // All 16 among the B fragments of their slice: block t of its `step`-th 64 K, for token g. `lanes`: four
-  // for each token that fragments are held of.
+  // Stores all 16 values in the B fragments of their slice, as block t of 64-step `step`, for token g.
+  // `lanes`: four for each token that the fragments have room for.
   __host__ __device__ void store(uint4* fragments, int step, int g, int t, float scale,
                                  int lanes = 4 * kChunk) const {
     if constexpr (kAsTheyAre) {
-      // MmaBf16: block t % 2 of lane 2 (step % 2) + t / 2, whose word i meets codes 2i and 2i + 8 of both.
+      // MmaBf16: this is block t % 2 of lane 2 (step % 2) + t / 2. Vector i of that lane has values 2i, 2i +
+      // 1, 2i + 8 and 2i + 9 of both its blocks.
       auto* to =
           reinterpret_cast<uint2*>(fragments + step / 2 * 4 * lanes + 4 * g + step % 2 * 2 + t / 2) + t % 2;
 #pragma unroll
@@ -95,8 +97,8 @@ struct RowBlock {
   }
 };
 
-// The powers of two that bring values up to `largest` into fp16's range, the largest one's exponent to 14,
-// and back.
+// Two powers of two: `up` scales values so that the exponent of `largest` becomes 14, which fits fp16; `down`
+// undoes this.
 struct HalfRange {
   float up, down;
 
@@ -107,21 +109,22 @@ struct HalfRange {
   }
 };
 
-// A slice of a row, by half a warp: each lane takes one of its 64-steps, and not four of eight tokens.
-// Columns of fragments that have no row stay as they are: nothing reads their sums.
+// A slice of one row, loaded by half a warp: each lane takes one block of one 64-step. (ChunkActivations
+// loads a slice of eight rows with a warp.) Columns of the fragments without a row are not written, because
+// nothing reads their sums.
 template <DType kType, class Words>
 struct FewActivations {
   RowBlock<kType, Words> raw;
   float given, up;
 
-  // From k0 on; `live`: whether there is such a row.
+  // Loads the slice from k0 on. `live`: whether this row exists.
   __device__ __forceinline__ void load(const ProductParams& p, int row, bool live, int k0) {
     const int lane = threadIdx.x % 32;
     raw.load(p, row, k0 + 64 * (lane / 4 % kSliceSteps), lane % 4, live);
-    given = p.x_scale && live ? p.x_scale[row] : 1.f;  // rows with a factor each
+    given = p.x_scale && live ? p.x_scale[row] : 1.f;  // each row has a factor
   }
 
-  // Of the sums.
+  // Returns the factor of the slice's sums: it undoes `up`, and includes the row's own factor.
   __device__ __forceinline__ float find_factor() {
     up = 1.f;
     if constexpr (kType == DType::kFloat8 || RowBlock<kType, Words>::kAsTheyAre) {
@@ -136,19 +139,19 @@ struct FewActivations {
     }
   }
 
-  // For column g of the fragments.
+  // Writes the slice to column g of the fragments.
   __device__ __forceinline__ void store(uint4* fragments, int g, int lanes = 4 * kChunk) const {
     const int lane = threadIdx.x % 32;
     raw.store(fragments, lane / 4 % kSliceSteps, g, lane % 4, up, lanes);
   }
 };
 
-// --- launches: by what a weight and the rows are ---
+// --- launches: the template arguments of a kernel ---
 
 template <DType kType>
 using TypeTag = std::integral_constant<DType, kType>;
 
-// launch(TypeTag, Words()), whose results it returns, for the types that `p` names.
+// Calls launch(TypeTag, Words()) for the types that `p` names, and returns its result.
 template <int kScaleBlock, class Launch>
 int launch_of_block(const ProductParams& p, const Launch& launch) {
   if (p.bf16_words) {

@@ -7,8 +7,8 @@
 
 namespace fp4::device {
 
-// PRMT with a run-time selector. Unlike __byte_perm, a selector's top bit replicates the byte's sign. Spelled
-// out for the host, where tests run what the kernels compute in registers.
+// PRMT with a run-time selector. Unlike in __byte_perm, a selector's top bit replicates the byte's sign. The
+// host has its own code, because tests run the kernels' register arithmetic on the host.
 __host__ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
 #ifdef __CUDA_ARCH__
   uint32_t result;

@@ -1,4 +1,4 @@
-// Launches the decode kernels; a plain C interface, so that nothing here knows torch.
+// Launches the decode kernels. The interface is plain C, so this file does not depend on torch.
 #include "decode.cuh"
 
 namespace fp4::device {
@@ -34,7 +34,8 @@ int launch_ring(const DecodeParams& p, int blocks, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// What a block could have read of the weights while it goes over to the next chunk, or its next pass: about.
+// About how many bytes of weights a block could read in the time that its change to the next chunk or pass
+// costs.
 constexpr double kChangeBytes = 16 * 1024;
 constexpr int kStepBytes = kStepCodes + 64;  // with nvfp4's scales
 

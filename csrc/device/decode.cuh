@@ -1,21 +1,21 @@
-// Decode: grouped products of e2m1 weights, in the layouts sm90 and mma_bf16, with a few rows per expert,
-// bound by memory.
+// Decode: grouped products of e2m1 weights, in the layouts sm90 and mma_bf16, with a few rows per expert.
+// They are bound by memory.
 //
 //   out[r, n] = x_scale[r] * global_scale[e] * sum_k code[e, n, k] * block_scale[e, n, k / scale_block] *
 //   x[r / a_div, k] (+ bias[e, n])
 //
 // A work item is a row tile: 16 rows of one expert's weight times up to eight of its activation rows (a
-// chunk). Each block, one an SM, takes consecutive row tiles (Share). Inside a block the compute warps
-// split K: a warp has its slice of the activations in shared memory as the B operand of mma.sync, and
-// streams its slice of one row tile after another from global memory straight into registers; no barrier
-// lies on that path. The partial sums of a tile go through a ring in shared memory to the reducer warps,
-// which add them in a fixed order, apply the epilogue and store. So the result does not depend on timing.
-// The reducer warps also load the activations of the next chunk, or of the next pass over K, while the
-// compute warps multiply.
+// chunk). Each thread block (one on each SM) takes consecutive row tiles (Share). Inside a block the compute
+// warps split K. A warp has its slice of the activations in shared memory as the B operand of mma.sync. It
+// streams its slice of one row tile after another from global memory straight into registers, without a
+// barrier. The partial sums of a tile go through a ring in shared memory to the reducer warps, which add them
+// in a fixed order, apply the epilogue and store. The order is fixed, so the result does not depend on
+// timing. The reducer warps also load the activations of the next chunk, or of the next pass over K, while
+// the compute warps multiply.
 //
 // e2m1 times an e4m3 scale has at most six significant bits, so weights are exact in fp16; activations are
-// brought into fp16's range by a power of two for each row and K slice, which is exact but for what float32
-// sums would lose.
+// scaled into fp16's range by a power of two for each row and K slice. This loses only bits that a float32
+// sum would lose, too.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@
 
 namespace fp4::device {
 
-// A slice of any chunk, by one warp: lane (g, t) takes block t of each 64-step of token g. Holds kHeld of
-// them in registers; if that is not all of the slice, it reads most of them twice.
+// A slice of a chunk of any size, loaded by one warp: lane (g, t) takes block t of each 64-step of token g.
+// Holds kHeld of these blocks in registers. If the slice has more, most of them are read twice.
 template <DType kType, class Words, int kHeld>
 struct ChunkActivations {
   static constexpr bool kScaled = kType != DType::kFloat8 && !RowBlock<kType, Words>::kAsTheyAre;
@@ -46,7 +46,7 @@ struct ChunkActivations {
     if constexpr (kScaled || kHeld == kSliceSteps) load_steps(p, kSliceSteps - kHeld);
   }
 
-  // Token g's.
+  // Returns the factor of token g's sums.
   __device__ __forceinline__ float find_factor(const DecodeParams& p) {
     up = 1.f;
     if constexpr (kType == DType::kFloat8) return live ? p.x_scale[row] : 0.f;
@@ -65,10 +65,10 @@ struct ChunkActivations {
       const HalfRange range(amax);
       up = range.up, down = range.down;
     }
-    return p.x_scale && live ? down * p.x_scale[row] : down;  // rows with a factor each
+    return p.x_scale && live ? down * p.x_scale[row] : down;  // each row has a factor
   }
 
-  // The steps in the mask `share`.
+  // Stores the 64-steps in the mask `share`.
   __device__ __forceinline__ void store(const DecodeParams& p, uint4* fragments, uint32_t share) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -89,19 +89,20 @@ __device__ __forceinline__ int slice_begin(const DecodeParams& p, int pass, int 
   return (pass * p.k_warps + slice) * kSliceSteps * 64;
 }
 
-// Who puts the activations of a block's first run into shared memory: the compute warps, each part of its
-// slice, while nothing else can be done, or for few tokens the reducer warps, sooner. (The loads of a compute
-// warp wait for the weights that it has asked for: there are too few scoreboards to tell them apart.)
+// True if the compute warps bring the activations of a block's first run into shared memory, each a part of
+// its slice: they have nothing else to do yet. With few tokens the reducer warps do it, because they are
+// sooner. (In a compute warp, loads of activations also wait for the weights that it asked for: a warp has
+// too few scoreboards to wait for them separately.)
 __device__ __forceinline__ bool compute_warps_begin(const DecodeShared& sh) {
   return sh.segments[0].count > kFewTokens;
 }
 
-// Reducer warps put the activations of run `index` into shared memory as B fragments: of all but the first
-// while the run before is computed.
+// Reducer warps write the activations of run `index` to shared memory as B fragments. Except for the first
+// run, they do so while the compute warps compute the run before.
 template <DType kType, class Words, int kHeld>
 __device__ __forceinline__ void prepare(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
                                         const Run& run, uint32_t index) {
-  constexpr int kTogether = 4;  // slices of few tokens whose loads are under way at once
+  constexpr int kTogether = 4;  // slices that are loaded at once if there are few tokens
   const int lane = threadIdx.x % 32, which = threadIdx.x / 32 % kReduceWarps, buffer = index % kBuffers;
   const int count = sh.segments[run.segment].count;
   const int* const row_list = buffers.row_list[run.segment];
@@ -137,8 +138,8 @@ __device__ __forceinline__ void prepare(const DecodeParams& p, DecodeShared& sh,
   barrier_arrive_warp(smem_address(&sh.ready[buffer]));
 }
 
-// What a compute warp does of each step: the row tile, the slice of K, and the 64-steps of the slice whose
-// activations it converts, for all warps of the slice.
+// A compute warp's part of each step: its row tile, its slice of K, and the 64-steps of the slice whose
+// activations it converts for all warps of that slice.
 struct WarpPlace {
   int row_warp, slice;
   uint32_t share = 0;
@@ -151,8 +152,8 @@ struct WarpPlace {
   }
 };
 
-// One compute warp: its K slice of one row tile after another. Four 64-steps are always in flight: a register
-// that was dequantised is loaded again at once for the next tile.
+// One compute warp: it multiplies its K slice of one row tile after another. Four 64-steps are always in
+// flight: as soon as a register is dequantised, it is loaded again for the next tile.
 template <DType kType, class Words, int kRing, int kHeld>
 __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers,
                                         const WarpPlace& place, int segments) {
@@ -175,11 +176,11 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   for (uint4& c : codes) c = make_uint4(0, 0, 0, 0);
   const uint8_t* code_at = nullptr;  // this lane's part of the tile ahead
   const uint8_t* scale_at = nullptr;
-  int live = 0;            // 64-steps to load of it
-  int steps_ahead = 0;     // of the run ahead, that tile's included
-  bool last_live = false;  // whether this warp has a tile in the last of them
+  int live = 0;            // 64-steps of that tile to load
+  int steps_ahead = 0;     // steps left in the run ahead, that tile's included
+  bool last_live = false;  // whether this warp has a tile in the last of these steps
   const int64_t stride = int64_t(p.row_warps) * k_steps;
-  auto aim = [&] {  // at the first tile of the run ahead
+  auto aim = [&] {  // points the loads at the first tile of the run ahead
     live = 0;
     if (!more_ahead) return;
     const int rows = ahead.end - ahead.begin;
@@ -195,7 +196,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
     code_at += stride * kStepCodes;
     scale_at += stride * Words::kStepScales;
     if (--steps_ahead > 1) return;
-    if (steps_ahead == 1) {  // the last step may be short of row tiles
+    if (steps_ahead == 1) {  // the last step may have fewer tiles than row warps
       if (!last_live) live = 0;
     } else {
       more_ahead = more_ahead && ahead.next(p, sh.segments, segments);
@@ -271,7 +272,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, DecodeShared& sh,
   }
 }
 
-// Epilogue and store of one row tile: lane (g, t) holds rows 2g, 2g + 1 of the weight for tokens 2t, 2t + 1.
+// Applies the epilogue to one row tile and stores it: lane (g, t) holds rows 2g, 2g + 1 of the weight for
+// tokens 2t, 2t + 1.
 __device__ __forceinline__ void finish(const DecodeParams& p, const DecodeShared& sh,
                                        const DecodeBuffers& buffers, int segment, int tile, float scale,
                                        const float4& sum) {
@@ -333,18 +335,18 @@ __device__ __forceinline__ void reduce(const DecodeParams& p, DecodeShared& sh, 
   }
 }
 
-// More compute warps hide more of memory's latency, but take longer to begin, and have fewer registers.
+// More compute warps hide more memory latency, but they start later and have fewer registers each.
 template <DType kType, class Words, int kComputeWarps, int kRing>
 __global__ void __launch_bounds__(32 * (kComputeWarps + kReduceWarps), 1)
     decode_kernel(const __grid_constant__ DecodeParams p) {
   constexpr bool kRoom =
-      kComputeWarps == kFewComputeWarps || kType == DType::kFloat8;  // for a slice in registers
+      kComputeWarps == kFewComputeWarps || kType == DType::kFloat8;  // registers for a whole slice
   constexpr int kReduceHeld = kRoom ? kSliceSteps : Words::kElement == Element::kBFloat16 ? 2 : 1;
   FP4_DYNAMIC_SHARED(uint8_t, 16, memory);
   auto& sh = *reinterpret_cast<DecodeShared*>(memory);
   const DecodeBuffers buffers(p, memory + sizeof(DecodeShared), kRing);
   const int warp = threadIdx.x / 32;
-  if (threadIdx.x == 32 * (kComputeWarps + kReduceWarps - 1)) {  // of a warp that has least to do in plan()
+  if (threadIdx.x == 32 * (kComputeWarps + kReduceWarps - 1)) {  // in a warp that has least to do in plan()
     for (int i = 0; i < kRing; ++i) {
       barrier_init(smem_address(&sh.full[i]), p.k_warps * p.row_warps * kWarpArrivals);
       barrier_init(smem_address(&sh.empty[i]), kReduceWarps * kWarpArrivals);

@@ -7,16 +7,16 @@
 
 namespace fp4::device {
 
-constexpr int kTileUnits = 4;  // of a row tile, as Share counts
+constexpr int kTileUnits = 4;  // units of work in a row tile (see Share)
 constexpr int kFewTokens = 2;  // tokens of a chunk whose activations are loaded by FewActivations
 
-// What follows DecodeShared in shared memory; sizes depend on the launch.
+// The buffers behind DecodeShared in shared memory. Their sizes depend on the launch.
 struct DecodeBuffers {
   uint4* fragments;  // [kBuffers][k_warps][kSliceSteps][2][32]: the activations as B operands
   float4* ring;      // [p.ring][k_warps * row_warps][32]
   float4* sums;      // [pass_tiles][32], if there are several passes
   int (*row_list)[kChunk];
-  int* ids;  // of each row, if they are sorted by id
+  int* ids;  // expert of each row, if the routing is by id
 
   __host__ static int bytes(const DecodeParams& p) {
     const bool by_id = p.routing == Routing::kIds32 || p.routing == Routing::kIds64;
@@ -62,7 +62,7 @@ struct Run {
   }
 };
 
-// The block's share of `chunks` times N's row tiles, and the range of chunks that hold it.
+// The row tiles of this block, counted over all `chunks`, and the range of chunks that they belong to.
 struct Share {
   int tile_begin, tile_end, chunk, segments;
 
@@ -72,7 +72,7 @@ struct Share {
     const int per_chunk = divide_small(blocks, __fdividef(1.f, max(chunks, 1)));
     const float inverse = __fdividef(1.f, per_chunk);
     int last;
-    // So many blocks a chunk, where they take no longer than equal shares and going over to the next chunk.
+    // Give each chunk `per_chunk` blocks, if that takes no longer than equal shares with a change of chunk.
     if (per_chunk > 0 && divide_small(tiles_n + per_chunk - 1, inverse) * kTileUnits * blocks <=
                              units + blocks * p.change_units) {
       chunk = divide_small(block, inverse);
@@ -81,8 +81,9 @@ struct Share {
       last = chunk < chunks && tile_begin < tile_end ? chunk : chunk - 1;
       tile_begin += chunk * tiles_n, tile_end += chunk * tiles_n;
     } else {
-      // Equal shares of units: kTileUnits a row tile, and before a chunk's first those that it costs to go
-      // over to it, which a block that begins there does not pay.
+      // Else all blocks get equal shares of units. A row tile has kTileUnits. Before the first tile of a
+      // chunk come change_units, the cost of a change to this chunk; a block that begins there does not pay
+      // it.
       const int each = divide(units, p.grid_mul, p.grid_shift);
       const int more = units - each * blocks, begin = each * block + min(block, more);
       const Place from(p, begin), to(p, begin + each + (block < more));
@@ -103,7 +104,7 @@ struct Share {
   };
 };
 
-constexpr int kFewRows = 16;  // more would wait longer for the shuffles than for the barriers that they save
+constexpr int kFewRows = 16;  // with more rows the shuffles take longer than the barriers that they save
 
 // plan() for at most kFewRows rows by id: every warp sorts them in registers, so one barrier is enough.
 __device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
@@ -120,7 +121,7 @@ __device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
   const int count = __popc(same), rank = __popc(same & ((1u << lane) - 1));
   const int chunks = valid && rank == 0 ? (count + kChunk - 1) / kChunk : 0;
   const Share share(p, __reduce_add_sync(~0u, chunks));
-  int chunk = rank / kChunk;  // of this row, after those of lower experts
+  int chunk = rank / kChunk;  // this row's chunk; the chunks of lower experts come first
 #pragma unroll 8
   for (int j = 0; j < p.rows; ++j) {
     const int other = __shfl_sync(~0u, expert, j), its = __shfl_sync(~0u, chunks, j);
@@ -145,7 +146,7 @@ __device__ __forceinline__ int plan_few(const DecodeParams& p, DecodeShared& sh,
   return share.segments;
 }
 
-// Finds the block's segments. All threads; ends with a barrier. Returns their number.
+// Finds the block's segments and returns their number. All threads call it; it ends with a barrier.
 template <int kWarps>
 __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh, const DecodeBuffers& buffers) {
   static_assert(32 * kWarps >= kMaxGroups);
@@ -227,7 +228,7 @@ __device__ __forceinline__ int plan(const DecodeParams& p, DecodeShared& sh, con
   return segments;
 }
 
-// Rows of no expert come back as zeros.
+// Writes zeros to the output rows that belong to no expert.
 __device__ __forceinline__ void clear_rows(const DecodeParams& p, const DecodeBuffers& buffers) {
   const int end = p.routing == Routing::kOffs ? max(static_cast<const int*>(p.route)[p.groups - 1], 0) : 0;
   for (int r = blockIdx.x; r < p.rows; r += gridDim.x) {

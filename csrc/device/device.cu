@@ -1,4 +1,4 @@
-// What is to be known of a GPU, and of the code that it runs.
+// Asks the driver about a GPU, and about the code that runs there.
 #include "launch.cuh"
 
 namespace fp4::device {
@@ -12,7 +12,7 @@ cudaError_t ask(int device, Launching& found) {
   const cudaError_t error =
       cudaDeviceGetAttribute(&found.shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (error != cudaSuccess) return error;
-  // Of code that was compiled for an older GPU, and is translated when it is loaded, the older one.
+  // If the driver translates code that was compiled for an older GPU, ptxVersion names the older GPU.
   cudaFuncAttributes attributes = {};
   const cudaError_t code = cudaFuncGetAttributes(&attributes, probe_kernel);
   found.overlaps = attributes.ptxVersion >= 90;
@@ -67,6 +67,6 @@ extern "C" int fp4_kernel_runs(int device) {
   Launching found;
   if (error == cudaSuccess) error = launching(found);
   cudaSetDevice(current);
-  cudaGetLastError();  // what a GPU without code leaves behind
+  cudaGetLastError();  // clears the error that a GPU without code leaves
   return error == cudaSuccess;
 }

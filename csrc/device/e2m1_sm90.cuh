@@ -14,7 +14,7 @@
 
 namespace fp4::device {
 
-// Where logical element k of an fp16 activation row lies.
+// Returns where logical element k of an fp16 activation row lies.
 __host__ __device__ constexpr int half_position(int k) {
   const int t = k / 16 % 4, sq = k / 4 % 4, i = k % 4;
   return k / 64 * 64 + 16 * sq + 8 * (i % 2) + 2 * t + i / 2;
@@ -23,12 +23,13 @@ __host__ __device__ constexpr int half_position(int k) {
 // The high bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6 in fp16; the low bytes are zero.
 constexpr uint32_t kHalfLow = 0x3E3C3800, kHalfHigh = 0x46444240;
 
-// The lower two bytes.
+// Converts the lower two bytes from e4m3 to fp16.
 __host__ __device__ __forceinline__ half2 e4m3_pair(uint32_t two) {
   return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
 }
 
-// Eight codes of one word to fp16, scaled: pairs (0,2), (1,3) of q = 0, then of q = 1. `low` is kHalfLow.
+// Converts eight codes of one word to fp16, times `scale`: pairs (0, 2), (1, 3) of q = 0, then of q = 1.
+// `low` is kHalfLow.
 __host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale, uint32_t (&h)[4],
                                                          uint32_t low = kHalfLow) {
   const uint32_t index = w & 0x77777777;
@@ -45,29 +46,30 @@ __host__ __device__ __forceinline__ void dequantize_word(uint32_t w, half2 scale
   }
 }
 
-// How a lane of a product takes its weights: layout sm90 as fp16. kScaleBlock: K that share a scale.
+// Decodes a lane's weights from layout sm90 to fp16. kScaleBlock: K that share a scale.
 template <int kScaleBlock>
 struct HalfWords {
   static constexpr Element kElement = Element::kFloat16;
-  static constexpr float kFactor = 1.0f;  // of the values that they stand for, over those that they have
+  static constexpr float kFactor = 1.0f;  // true weights / decoded weights
   using Layout = Sm90;
-  using ScaleBytes = uint32_t;           // of a lane for 128 k
-  static constexpr int kScaleSteps = 1;  // of 64 K that share what decode_scales makes
+  using ScaleBytes = uint32_t;           // a lane's scales for 128 k
+  static constexpr int kScaleSteps = 1;  // 64-steps that share a result of decode_scales
   static constexpr int kStepScales = sm90_scales(64, kScaleBlock);
   using Scales = half2;  // of rows 2g and 2g + 1
 
-  // A lane's scales of 16 rows by 128 k: four bytes, with blocks of 32 those of two lanes.
+  // Returns where a lane's scales of 16 rows by 128 k are: four bytes. With blocks of 32, two lanes share
+  // them.
   static __host__ __device__ __forceinline__ int scales_at(int lane) {
     return Sm90::scales_of(lane, kScaleBlock);
   }
 
-  // Of two blocks, from the lower bytes of `two`, whose flags are gone.
+  // Decodes the scales of two blocks from the lower bytes of `two`, whose flags were cleared.
   static __host__ __device__ __forceinline__ Scales decode_scales(uint32_t two) { return e4m3_pair(two); }
   static __host__ __device__ __forceinline__ uint32_t without_flags(uint32_t scales) {
     return scales & 0x7F7F7F7F;
   }
 
-  // A block of both rows: the A operands of four products, for codes 8s + 4q + i with a[2s + q].
+  // Decodes a block of both rows to the A operands of four products: a[2s + q] has codes 8s + 4q + i.
   __host__ __device__ __forceinline__ void dequantize(const uint4& codes, const Scales& scales,
                                                       uint32_t (&a)[4][4]) const {
     const half2 even = __low2half2(scales), odd = __high2half2(scales);

@@ -11,19 +11,20 @@ namespace fp4::device {
 constexpr int kChunk = 8;                  // activation rows that share an instruction's weights
 constexpr int kSliceSteps = 4;             // 64-steps of K that a warp takes at a time
 constexpr int kStepCodes = 512;            // bytes of 16 rows by 64 k
-constexpr int kSliceK = 64 * kSliceSteps;  // K that a warp has in a pass
+constexpr int kSliceK = 64 * kSliceSteps;  // K that a warp takes in a pass
 
 // ---- decode ----
 
 constexpr int kFewComputeWarps = 16,
-              kManyComputeWarps = 24;  // of a block's two sizes: the most warps that compute
-constexpr int kReduceWarps = 4;        // beside those
+              kManyComputeWarps = 24;  // compute warps of a block, at most, in its two sizes
+constexpr int kReduceWarps = 4;        // in addition to these
 constexpr int kMaxGroups = 640;        // one thread a group in plan()
 constexpr int kMaxSegments = 32;       // chunks that one block may touch
 constexpr int kMostSlices = 32;
 constexpr int kBuffers = 2;  // a run's activations and the next one's
 
-// Steps between the compute and the reducer warps: a long ring, or a short one where memory is short.
+// Steps in the ring between the compute and the reducer warps. The short ring is for GPUs with little shared
+// memory.
 constexpr int kLongRing = 4, kShortRing = 2;
 
 struct Segment {
@@ -37,17 +38,18 @@ struct Segment {
 struct alignas(16) DecodeShared {
   uint64_t full[kLongRing], empty[kLongRing];
   uint64_t ready[kBuffers];                      // the activations of a run
-  float factors[kBuffers][kMostSlices][kChunk];  // of the sums of each slice and token
+  float factors[kBuffers][kMostSlices][kChunk];  // factor of the sums, for each slice and token
   Segment segments[kMaxSegments];
   int warp_totals[32];
   int counts[kMaxGroups];
 };
 
-// `p` below: a launch's DecodeParams, or the planner's DecodeConfig; of gemv GemvParams, or GemvConfig.
+// `p` below is a launch's DecodeParams or the planner's DecodeConfig; for gemv it is GemvParams or
+// GemvConfig.
 
-// What follows DecodeShared, in vectors of 16 bytes: the activations of a run as B operands, the sums of a
-// step of the ring, and those of pass_tiles row tiles, which are kept while K is walked in several passes: of
-// fewer, too, where memory is short.
+// Sizes of the buffers behind DecodeShared, in vectors of 16 bytes. decode_fragments: the activations of a
+// run, as B operands. decode_stage: the sums of a step of the ring. decode_sums: the sums of pass_tiles row
+// tiles, which are kept between passes over K; a short ring has fewer of them.
 template <class P>
 constexpr FP4_BOTH int decode_fragments(const P& p) {
   return p.k_warps * kSliceSteps * 64;
@@ -65,7 +67,7 @@ constexpr FP4_BOTH int decode_sums(const P& p) {
   return p.passes > 1 ? pass_tiles(p) * 32 : 0;
 }
 
-// The bytes of all that, and of the rows of each segment and the experts of `ids` rows.
+// Returns the bytes of all these, of the rows of each segment, and of the experts of `ids` rows.
 template <class P>
 constexpr int decode_bytes(const P& p, int ids) {
   const int vectors = kBuffers * decode_fragments(p) + p.ring * decode_stage(p) + decode_sums(p);
@@ -80,14 +82,15 @@ constexpr int kGemvSlices = 64;  // of K, at most
 constexpr int kGemvUnits = 32;   // of a warp, at most
 
 struct alignas(16) GemvShared {
-  float factors[kGemvSlices][kChunk];  // of the sums of each slice and column
-  int row[32];                         // that have an expert, in order
+  float factors[kGemvSlices][kChunk];  // factor of the sums, for each slice and column
+  int row[32];                         // the rows that have an expert, in order
   int expert[32];                      // of each row
   float scale[32], weight[32];
   int lists[kGemvWarps][kGemvRows];
 };
 
-// What follows GemvShared: vectors of 16 bytes, the activations as B operands; and pairs of sums.
+// Sizes of the buffers behind GemvShared. gemv_fragments: the activations as B operands, in vectors of 16
+// bytes. gemv_sums: pairs of sums.
 template <class P>
 constexpr FP4_BOTH int gemv_fragments(const P& p) {
   return p.slices * kSliceSteps * 2 * 4 * p.columns;

@@ -9,17 +9,17 @@
 
 namespace fp4::device {
 
-// A block's scale: `value` is what the quantised values carry, `step` what the originals are divided by
-// (zero: the block is zeros).
+// A block's scale. The originals are divided by `step`, and the rounded codes are multiplied by `value`. If
+// `step` is zero, the block becomes zeros.
 struct Fp4Scale {
   float value, step;
 
-  // The nearest e2m1 to v / step, ties to the even code, times value.
+  // Returns the e2m1 value nearest to v / step (ties go to the even code), times `value`.
   __host__ __device__ __forceinline__ float quantized(float v) const {
     if (!(step > 0.f)) return 0.f;
     const float q = v / step, m = fminf(fabsf(q), 6.f);
-    // The grid is halves below 2, ones below 4, twos from there; rounding to an even multiple is the even
-    // code.
+    // e2m1 has steps of 0.5 below 2, of 1 below 4, and of 2 from there. An even multiple of the step is an
+    // even code, so rintf, which rounds ties to even, does the same to codes.
     const float unit = m < 2.f ? 0.5f : m < 4.f ? 1.f : 2.f, inverse = m < 2.f ? 2.f : m < 4.f ? 1.f : 0.5f;
     return copysignf(rintf(m * inverse) * unit * value, q);
   }

@@ -8,7 +8,7 @@
 
 namespace fp4::device {
 
-// silu and tanh-gelu are gate / (1 + exp of this).
+// Returns the exponent e of silu and tanh-gelu, which are both gate / (1 + exp(e)).
 __device__ __forceinline__ float gate_exponent(const Gate& f, float gate) {
   return f.act == Act::kGeluTanh ? -1.59576912f * (gate + 0.044715f * gate * gate * gate) : -f.alpha * gate;
 }
@@ -28,27 +28,27 @@ __device__ __forceinline__ float gate_value(const Gate& f, float gate, float up)
   return gate / (1.f + __expf(gate_exponent(f, gate))) * up;
 }
 
-// 1 + exp, which silu and tanh-gelu divide by. As __expf, but what is too small for a normal float is zero:
-// all the same to 1 + it.
+// Returns 1 + exp(e), the divisor of silu and tanh-gelu. Unlike __expf it flushes subnormal powers to zero,
+// which does not change the sum with 1.
 __device__ __forceinline__ float gate_divisor(const Gate& f, float gate) {
   return 1.f + approximate_power_of_two(gate_exponent(f, gate) * 1.44269502f);
 }
 
-// gate_value for kSilu, into `up`, but for a few ulps, which a result of 16 bits does not show. Gates below
-// -43 / alpha, which leave nothing of up, count as that for the exponential: no overflow. kLimited: there is
-// a limit; else there is no offset either.
+// Computes gate_value for kSilu, into `up`. The error of a few ulps does not show in a 16-bit result. For
+// gates below -43 / alpha the exponential stays at its value there, so that it does not overflow; their
+// results are almost zero anyway. kLimited: the gate has a limit; without one it has no offset either.
 //
-// Written for few warps that have nothing to hide behind: three special functions for two values, where two
-// divisions by 1 + exp need four, and each step for all values before the next, so that latencies overlap.
-// Where registers are short ptxas would rather finish one value after the other, and wait for each; `after`
-// makes the steps depend on each other.
+// It is written for a few warps, which cannot hide each other's latency. Two values take three special
+// functions; two divisions by 1 + exp would take four. Each step is done for all values before the next step,
+// so that latencies overlap. If registers are scarce, ptxas would finish one value after the other and wait
+// for each. `after` prevents this: it makes a step depend on the whole step before.
 template <bool kLimited, int kCount>
 __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount], float2 (&up)[kCount]) {
   constexpr float kMostExponent = 62.f;
   const float rate = -1.44269502f * f.alpha;
   const uint32_t nothing = static_cast<uint32_t>(f.act) >> 8;  // zero, but the compiler does not know
   const auto power = [=](float g) { return approximate_power_of_two(fminf(g * rate, kMostExponent)); };
-  // v, once all of `seen` is there.
+  // Returns v, but not before all of `seen` is computed.
   const auto after = [=](uint32_t seen, float v) {
     return __uint_as_float(__float_as_uint(v) | (seen & nothing));
   };
@@ -80,17 +80,17 @@ __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount
 
 constexpr float kQuotientLeast = 0x1p-64f;
 
-// a / d to nearest (in one of some 10^9 cases beside it) for d >= 1, from 1 / d within two ulps, if the
-// result is at least kQuotientLeast in magnitude (so not a NaN: d may overflow). The compiler's own division
-// takes these steps too, but asks for the range of every quotient apart: a branch each, between which the
-// values of a thread cannot overlap.
+// Returns a / d for d >= 1, rounded to nearest (except in about one of 10^9 cases). `inverse` is 1 / d within
+// two ulps. The result is valid only if its magnitude is at least kQuotientLeast. (A NaN, if d overflows, is
+// not.) The compiler's own division takes the same steps, but it checks the range of every quotient
+// separately. Each check is a branch, across which the values of a thread cannot overlap.
 __host__ __device__ __forceinline__ float quotient(float a, float d, float inverse) {
   inverse = fmaf(inverse, fmaf(-d, inverse, 1.f), inverse);
   const float q = a * inverse;
   return fmaf(inverse, fmaf(-d, q, a), q);
 }
 
-// gate_value of many, the same bits.
+// Computes gate_value for many values, with the same bits.
 template <int kCount>
 __device__ __forceinline__ void gate_values(const Gate& f, const float (&gate)[kCount],
                                             const float (&up)[kCount], float (&out)[kCount]) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void gate_values(const Gate& f, const float (&gate)[k
     out[j] = quotient(g[j], d[j], approximate_inverse(d[j]));
     all &= fabsf(out[j]) >= kQuotientLeast;
   }
-  if (!all) {  // one test for all of them; rare, but for rows of zeros
+  if (!all) {  // one test for all values; it rarely fails, except in rows of zeros
 #pragma unroll
     for (int j = 0; j < kCount; ++j) out[j] = g[j] / d[j];
   }

@@ -1,4 +1,4 @@
-// Launches the kernels for few rows; a plain C interface, so that nothing here knows torch.
+// Launches the kernels for few rows. The interface is plain C, so this file does not depend on torch.
 #include <algorithm>
 
 #include "gemv.cuh"
@@ -11,8 +11,10 @@ int launch(const GemvParams& p, int blocks, cudaStream_t stream) {
   Launching now;
   if (const cudaError_t error = launching(now); error != cudaSuccess) return error;
   const int most = now.shared_bytes;
-  // Two blocks of a launch would share a multiprocessor, and others have none, where the kernel before has
-  // ended on a few only. A kernel that may begin `early` does beside that kernel.
+  // A block takes more than half of the shared memory, so that no two blocks of a launch share a
+  // multiprocessor. They would if the kernel before had ended on a few multiprocessors only; others would
+  // then get no block. A kernel that may begin `early` needs room beside the kernel before, so it takes no
+  // more than it uses.
   const int shared = std::max(GemvBuffers::bytes(p), p.early ? 0 : most / 2 + 1024);
   if (shared > most) return cudaErrorInvalidValue;
   static std::atomic<uint64_t> allowed;

@@ -1,18 +1,18 @@
-// Gemv: products of few rows, of which hardly two share an expert. They are bound by latency.
+// Gemv: products of few rows, which rarely share an expert. They are bound by latency.
 //
 //   out[r, n] as in decode.cuh, or combined:
-//   out[t, n] = sum_j topk_weights[t, j] * (that of row t * top_k + j)
+// out[t, n] = sum_j topk_weights[t, j] * (row t * top_k + j of that)
 //
-// All activation rows fit the columns of one B operand, so they are brought into shared memory once, and it
-// does not matter in which order weights come. Row tiles count through the rows that have an expert before
-// they count through N; each block takes consecutive ones, and the warps of a block their units, 16 rows of
-// a weight by 256 k, in turn. A warp asks for its first unit as soon as it knows the experts, which it finds
-// by itself: no barrier lies between the routing and the weights, and hardly more than a hundred
-// instructions. The sums of a unit go to shared memory, and after one barrier each result is added up in a
-// fixed order. Of a combined product a block takes whole columns, all rows of them.
+// All activation rows fit the columns of one B operand. They are brought into shared memory once, and the
+// weights may come in any order. Row tiles are numbered first over the rows that have an expert, then over N.
+// Each block takes consecutive row tiles. Its warps take units in turn: 16 rows of a weight by 256 k. Each
+// warp finds the experts by itself and asks for its first unit at once, so between the routing and the
+// weights there is no barrier, only about a hundred instructions. The sums of a unit go to shared memory.
+// After one barrier each result is added up in a fixed order. If the product is combined, a block takes whole
+// columns, with all their rows.
 //
-// A thread block takes half of a multiprocessor: the next kernel can begin beside it, and ask for its
-// weights, if it is of this kind.
+// A thread block takes half of a multiprocessor. So the next kernel, if it is of this kind, can begin beside
+// it and ask for its weights.
 #pragma once
 
 #include <cstdint>
@@ -32,9 +32,9 @@ struct UnitLoads {
   uint32_t scales[kSliceSteps / 2] = {};
   const uint8_t* code_at;
   const uint8_t* scale_at;
-  int live;  // 64-steps that there are
+  int live;  // how many 64-steps exist
 
-  // At those from the `at`-th of all that the weights have.
+  // Points the loads at `steps` 64-steps, beginning with number `at` among all those of the weights.
   __device__ __forceinline__ void aim(const GemvParams& p, int at, int steps) {
     const int lane = threadIdx.x % 32;
     code_at = p.codes + Words::Layout::slot(lane / 4, lane % 4) * 16 + int64_t(at) * kStepCodes;
@@ -50,11 +50,11 @@ struct UnitLoads {
     scales[j / 2] = sizeof(typename Words::ScaleBytes) == 4 ? load_stream_word(from) : load_stream_half(from);
   }
 
-  // What was loaded times the fragments of its slice: `lanes` of each step and half, of which this lane reads
-  // `fragment`.
+  // Multiplies the loaded weights by the fragments of their slice. `lanes`: fragments of half a step.
+  // `fragment`: the first that this lane reads.
   __device__ __forceinline__ float4 multiply(const uint4* fragment, int lanes) {
     const Words words;
-    float4 sums[2] = {};  // products of one wait for each other
+    float4 sums[2] = {};  // two, because products into one sum wait for each other
     typename Words::Scales scale;
 #pragma unroll
     for (int j = 0; j < kSliceSteps; ++j) {
@@ -76,7 +76,7 @@ struct UnitLoads {
   }
 };
 
-// What follows GemvShared; sizes depend on the launch.
+// The buffers behind GemvShared. Their sizes depend on the launch.
 struct GemvBuffers {
   uint4* fragments;  // [slices][kSliceSteps][2][4 * columns]: the activations as B operands
   float2* sums;      // [tiles][slices][8 g]
@@ -88,7 +88,7 @@ struct GemvBuffers {
   }
 };
 
-// Which expert each row has. Every warp finds it on its own; what is loaded first is used later.
+// The expert of each row. Every warp finds it on its own: load() starts the loads, of_row() waits for them.
 struct RowExperts {
   static constexpr int kTogether = 4;
   int loaded[kTogether];
@@ -111,15 +111,15 @@ struct RowExperts {
     }
   }
 
-  // Lane r's: that of row r, or -1.
+  // Returns in lane r the expert of row r, or -1.
   __device__ __forceinline__ int of_row(const GemvParams& p) {
     const int lane = threadIdx.x % 32;
     int expert = loaded[0];
-    if (p.routing == Routing::kOffs) {  // so many groups end at or before the row
+    if (p.routing == Routing::kOffs) {  // count the groups that end at or before the row
       expert = 0;
 #pragma unroll 1
       for (int first = 0;;) {
-        uint32_t ended = 0;  // at or before row r: bits 4r to 4r + 3
+        uint32_t ended = 0;  // groups that end at or before row r: bits 4r to 4r + 3
 #pragma unroll
         for (int i = 0; i < kTogether; ++i) {
           const int end = max(loaded[i], 0);
@@ -137,12 +137,12 @@ struct RowExperts {
   }
 };
 
-// Where a unit is: its row, by number among those that have an expert, n tile and slice.
+// The place of a unit: its row's number among the rows with an expert, its tile of N and its slice of K.
 struct GemvPlace {
   int number, n_tile, slice;
 };
 
-// The block's row tiles, if so many rows have an expert.
+// The row tiles of this block, if `rows` rows have an expert.
 struct GemvShare {
   int rows, begin, end;
   float rows_inverse;
@@ -164,7 +164,7 @@ struct GemvShare {
   }
 };
 
-// Rows 2g and 2g + 1 of a row tile: the sum of its slices.
+// Adds the slices of rows 2g and 2g + 1 of a row tile.
 __device__ __forceinline__ float2 sum_slices(const GemvParams& p, const float2* sums, float scale) {
   float2 sum = make_float2(0.f, 0.f);
 #pragma unroll 8
@@ -180,7 +180,7 @@ __device__ __forceinline__ float2 bias_at(const GemvParams& p, int expert, int n
   return make_float2(load_as_float(p.bias, at, p.bias_type), load_as_float(p.bias, at + 1, p.bias_type));
 }
 
-// Each row's: eight threads, g, a row tile.
+// Stores the product of each row. Eight threads (g) take a row tile.
 __device__ __forceinline__ void store_rows(const GemvParams& p, const GemvShared& sh, const float2* sums,
                                            const GemvShare& share) {
   const int g = threadIdx.x % 8;
@@ -200,7 +200,8 @@ __device__ __forceinline__ void store_rows(const GemvParams& p, const GemvShared
   }
 }
 
-// Those of each token combined: its slots in lanes of a warp, eight at a time, for four g.
+// Stores the combined product of each token. The lanes of a warp take eight of its slots at a time, for four
+// g.
 __device__ __forceinline__ void store_combined(const GemvParams& p, const GemvShared& sh, const float2* sums,
                                                const GemvShare& share) {
   const int lane = threadIdx.x % 32, tiles_n = p.n / kTileRows;
@@ -229,7 +230,7 @@ __device__ __forceinline__ void store_combined(const GemvParams& p, const GemvSh
   }
 }
 
-// Brings x from memory into fragments: each half of a warp a slice of a row, kHeld of them at a time.
+// Brings x from memory into fragments. Each half of a warp takes kHeld slices of rows at a time.
 template <DType kType, class Words>
 struct GemvActivations {
   static constexpr int kHeld = 2, kTogether = kGemvThreads / 16;
@@ -245,7 +246,7 @@ struct GemvActivations {
     }
   }
 
-  // What was loaded; then the next are, until there are no more.
+  // Stores what was loaded, then loads and stores the rest.
   __device__ __forceinline__ void store(const GemvParams& p, GemvShared& sh, uint4* fragments) {
     const int lanes = 4 * p.columns;
 #pragma unroll 1
@@ -288,8 +289,8 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
   RowExperts experts;
   if (!p.early) wait_previous_kernel();
   experts.load(p);
-  if (!p.early) activations.load(p);  // before the weights, behind which they would queue
-  // As if all rows had an expert, which is mostly so and needs no waiting.
+  if (!p.early) activations.load(p);  // before the weights: else they would queue behind these
+  // First assume that all rows have an expert: this is mostly true, and needs no wait for the routing.
   GemvShare share(p, p.rows);
   GemvPlace first = share.place(p, warp + kGemvWarps * lane);
   const int expert = experts.of_row(p);
@@ -303,15 +304,15 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
     row = lane < share.rows ? sh.lists[warp][lane] : 0;
   }
 
-  // Lane j's: of the warp's j-th unit the first 64-step among all of the weights; its slice, and from bit 8
-  // on the column of its row.
+  // Lane j describes the warp's j-th unit. `ats`: the number of its first 64-step among all those of the
+  // weights. `whats`: its slice, and from bit 8 on the column of its row.
   const int units = share.units(p), k_steps = p.kp / 64;
   const int of_row = share.rows < p.rows ? __shfl_sync(~0u, row, first.number) : first.number;
   const int tile = __shfl_sync(~0u, expert, of_row) * (p.n / kTileRows) + first.n_tile;
   const int ats = tile * k_steps + first.slice * kSliceSteps;
   const int whats = first.slice | divide(of_row, p.a_div_mul, p.a_div_shift) << 8;
   UnitLoads<Words> loads;
-  // At the warp's j-th unit; returns `what`.
+  // Points the loads at the warp's j-th unit. Returns its `what`.
   const auto aim = [&](int j) {
     const int at = __shfl_sync(~0u, ats, j), what = __shfl_sync(~0u, whats, j);
     loads.aim(p, at, warp + kGemvWarps * j < units ? k_steps - (what & 0xFF) * kSliceSteps : 0);
@@ -324,7 +325,7 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
     if (j % 2 == 0) loads.fetch_scales(j);
   }
   if (p.early) {
-    for (int j = 1; warp + kGemvWarps * j < units; ++j) {  // what will be asked for later
+    for (int j = 1; warp + kGemvWarps * j < units; ++j) {  // prefetch what is loaded later
       const int at = __shfl_sync(~0u, ats, j), slice = __shfl_sync(~0u, whats, j) & 0xFF;
       const int steps = min(kSliceSteps, k_steps - slice * kSliceSteps), byte = lane * 128;
       if (byte < steps * kStepCodes) prefetch_line(p.codes + int64_t(at) * kStepCodes + byte);

@@ -9,17 +9,18 @@
 
 namespace fp4::device {
 
-// Dtypes and gates cross the interface as these numbers (fp4_ops/backends/launchers/library.py has those of
-// both, too).
+// Dtypes and gates cross the interface as these numbers (fp4_ops/backends/launchers/library.py has the same
+// numbers).
 enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
 enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
 enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
 enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
 
-// The prefill kernels, by the weights and the rows that they take: nvfp4 (or e2m1 with a scale for 32 K) by
-// fp8 rows, by fp16 rows as Form::kHalf makes them, and by bfloat16 rows; int4 in groups of 128, 64 and 32 by
-// fp8 rows; by fp16 rows in plain order; and by int8 rows. `_sm80.so` has those of bfloat16, plain fp16 and
-// int8 rows alone, `_sm90.so` all but the latter two.
+// The prefill kernels, named after the rows that they take, or after int4 weights. kFp8: fp8 rows. kHalf:
+// fp16 rows as Form::kHalf makes them. kBf16: bfloat16 rows. kFp16: fp16 rows in plain order. kInt8: int8
+// rows. Their weights are nvfp4, or with B32 e2m1 with a scale for 32 K. kInt4, kInt4G64 and kInt4G32: fp8
+// rows by int4 weights in groups of 128, 64 and 32. `_sm80.so` has only the kernels of kBf16, kFp16 and
+// kInt8; `_sm90.so` has all but those of kFp16 and kInt8.
 enum class PrefillKernel : int {
   kFp8,
   kFp8B32,
@@ -36,10 +37,10 @@ enum class PrefillKernel : int {
   kInt8B32
 };
 
-// What becomes of a row: x's type in plain order; or, in the layout's order, e4m3 with a scale a row; or fp16
-// with a power of two a row (half_position in e2m1_sm90.cuh), so that of a bfloat16 row bits are lost only
-// of values below 2^-31 of its largest; or int8 in the order of csrc/sm80/e2m1_to_int8.cuh, with a scale for
-// kInt8Step columns.
+// The form that a row gets. kSame: x's type, in plain order. kFp8: e4m3 with a scale for each row, in the
+// layout's order. kHalf: fp16 with a power of two for each row, in the layout's order (half_position in
+// e2m1_sm90.cuh). In a bfloat16 row this loses bits only of values below 2^-31 of its largest value. kInt8:
+// int8 with a scale for each kInt8Step columns, in the order of csrc/sm80/e2m1_to_int8.cuh.
 enum class Form : int { kSame, kFp8, kHalf, kInt8 };
 constexpr int kInt8Step = 128;
 
@@ -62,11 +63,13 @@ struct ProductParams {
   int a_div = 1;  // row r of the output reads row r / a_div of x
   Routing routing = Routing::kOffs;
   DType x_type = DType::kFloat32, out_type = DType::kFloat32, bias_type = DType::kFloat32;
-  Gate gate;                // gated: rows 2i and 2i + 1 of the weight are gate i and up i
-  int scale_block = 16;     // K that share a scale: 16 or 32
-  bool early = false;       // the routing was known before the previous kernel began
-  bool bf16_words = false;  // the weights are of layout mma_bf16, for 16-bit rows as they are; else of sm90
-  uint32_t grid_mul = 0, grid_shift = 0, a_div_mul = 0, a_div_shift = 0;  // the launcher's: for divisions
+  Gate gate;             // gated: rows 2i and 2i + 1 of the weight are gate i and up i
+  int scale_block = 16;  // K that share a scale: 16 or 32
+  bool early = false;    // the routing was known before the previous kernel began
+  bool bf16_words =
+      false;  // the weights have layout mma_bf16, which takes 16-bit rows as they are; else sm90
+  uint32_t grid_mul = 0, grid_shift = 0, a_div_mul = 0,
+           a_div_shift = 0;  // the launcher sets them, for divisions
 };
 
 struct DecodeParams : ProductParams {
@@ -74,7 +77,7 @@ struct DecodeParams : ProductParams {
   int max_m = 0;                     // kMasked: rows an expert
   int k_warps = 0, row_warps = 0, passes = 0;
   int ring = 4;  // steps between compute and reducer warps: 4, or 2 where memory is short
-  float k_warps_inverse = 0, row_warps_inverse = 0;  // from here on the launcher's
+  float k_warps_inverse = 0, row_warps_inverse = 0;  // from here on the launcher sets them
   uint32_t chunk_mul = 0, chunk_shift = 0;           // to divide by a chunk's units
   int chunk_units = 0, change_units = 0;             // see Share
 };
@@ -82,17 +85,17 @@ struct DecodeParams : ProductParams {
 struct GemvParams : ProductParams {
   const void* topk_weights = nullptr;  // [rows] of weight_type: the product is combined; else null
   DType weight_type = DType::kFloat32;
-  int top_k = 0, tokens = 0;                     // rows that are combined into one, and how many that makes
-  int columns = 0;                               // rows of x: at most kChunk
-  int slices = 0;                                // of K
-  int tiles = 0;                                 // row tiles of a block, at most
-  float slices_inverse = 0, tokens_inverse = 0;  // the launcher's
+  int top_k = 0, tokens = 0;  // rows that are combined into one, and how many results that makes
+  int columns = 0;            // rows of x: at most kChunk
+  int slices = 0;             // of K
+  int tiles = 0;              // row tiles of a block, at most
+  float slices_inverse = 0, tokens_inverse = 0;  // the launcher sets them
 };
 
 // One launch of a prefill kernel. Pointers are 16-byte aligned.
 struct PrefillArguments {
   const void* x = nullptr;         // [rows, k] of the kernel's element, in the order that it takes
-  const float* x_scale = nullptr;  // [rows]; of int8 rows [kp / 128, rows]
+  const float* x_scale = nullptr;  // [rows]; for int8 rows [kp / 128, rows]
   const void *codes = nullptr, *scales = nullptr;
   const float* global_scale = nullptr;  // [groups]
   const void* bias = nullptr;           // [groups, n] of bias_type, or null
@@ -100,14 +103,14 @@ struct PrefillArguments {
   const int32_t* group_rows = nullptr;  // as in Rows
   void* workspace = nullptr;            // of fp4_kernel_prefill_workspace bytes
   int m = 0, groups = 0, n = 0;
-  int k = 0, kp = 0;  // the columns of x, which may be fewer than the weights': zeros follow
+  int k = 0, kp = 0;  // columns of x and of the weights. If x has fewer, zeros follow
   RowMode mode = RowMode::kDense;
   DType out_type = DType::kFloat32, bias_type = DType::kFloat32;
   Gate gate;
-  bool early = false;  // of what is read, the kernel launched before makes x and x_scale at most: weights
-                       // need not wait
+  bool early = false;        // the kernel launched before makes at most x and x_scale of what this one reads:
+                             // weights need not wait
   bool leaves_rest = false;  // rows of no group may be left unwritten; else they become zeros
-  int config = -1;           // a candidate; -1: the one that `choose` takes
+  int config = -1;           // number of a candidate; -1: the one that `choose` takes
   void* stream = nullptr;
 };
 
@@ -137,10 +140,10 @@ struct SlotParts {
   SlotPart part[kMaxSlotParts];
 };
 
-// Of a GPU; the clocks and the bus are zero where its driver does not tell them.
+// Facts about a GPU. The clocks and the bus width are zero if its driver does not report them.
 struct DeviceFacts {
   int major = 0, minor = 0, sms = 0;
-  int shared_bytes = 0;  // that a thread block may have
+  int shared_bytes = 0;  // the most that a thread block may use
   int clock_khz = 0, memory_clock_khz = 0, memory_bus_bits = 0;
 };
 
@@ -162,22 +165,22 @@ extern "C" {
 
 // The library's family: 90, or 80 (family.cuh).
 int fp4_kernel_family();
-// What is to be known of a GPU (to an address of the host).
+// Writes the facts about a GPU to `facts`, which is in host memory.
 int fp4_kernel_device(int device, fp4::device::DeviceFacts* facts);
-// Whether there is code for a GPU.
+// Returns whether the library has code for this GPU.
 int fp4_kernel_runs(int device);
 
 int fp4_kernel_decode(const fp4::device::DecodeParams* params, int blocks, void* stream);
 int fp4_kernel_gemv(const fp4::device::GemvParams* params, int blocks, void* stream);
 int fp4_kernel_prefill(int kernel, const fp4::device::PrefillArguments* arguments);
 int64_t fp4_kernel_prefill_workspace(int kernel, int sms);
-// The candidates of a PrefillKernel: how many, and each in words.
+// Return the number of candidates of a PrefillKernel, and a description of one.
 int fp4_kernel_prefill_configs(int kernel);
 const char* fp4_kernel_prefill_config_name(int kernel, int config);
 fp4::device::Choice fp4_kernel_prefill_choose(int kernel, int mode, int groups, int m, int n, int kp, int sms,
                                               int config);
-// Of `_sm80.so`: from now on launches use at most so many bytes of shared memory in a block; 0: what the GPU
-// has.
+// Only in `_sm80.so`: from now on launches use at most `bytes` of shared memory in a block. 0: as much as the
+// GPU has.
 void fp4_kernel_prefill_most_shared(int bytes);
 int fp4_kernel_route(const void* ids, int wide, int rows, int groups, int* counts, int* offs,
                      int* sorted_rows, int* position, void* stream);

@@ -1,4 +1,4 @@
-// A lane's codes of a step of 128 K, in shared memory.
+// Loads a lane's codes of a step of 128 K from shared memory.
 #pragma once
 
 #include "warp.cuh"
@@ -10,7 +10,8 @@ constexpr uint32_t kHalfCodes = 512;  // bytes of 16 weight rows' codes for 64 K
 // The codes of a warp's 16 weight rows for the two halves of a step: 16 bytes a lane each.
 class LaneCodes {
  public:
-  __device__ __forceinline__ void init(uint32_t codes, int lane) {  // of the warp, in a stage
+  __device__ __forceinline__ void init(uint32_t codes,
+                                       int lane) {  // `codes`: address of the warp's, in a stage
     place_ = kept_address(codes + lane * 16, lane);
   }
 

@@ -14,25 +14,26 @@
 
 namespace fp4::device {
 
-// What launches have to know of the current device, and of the code that runs there.
+// What a launch must know about the current device and the code that runs there.
 struct Launching {
-  int shared_bytes = 0;   // that a thread block may have
-  bool overlaps = false;  // the code is compiled for compute capability 9.0 or later: its kernels wait for
-                          // those before them
+  int shared_bytes = 0;   // the most that a thread block may use
+  bool overlaps = false;  // the code is compiled for compute capability 9.0 or later: its kernels can wait
+                          // for the one before
 };
 
-// Asked once for each device.
+// Fills `found`. The driver is asked once for each device.
 cudaError_t launching(Launching& found);
 
 struct LaunchShape {
   dim3 grid, block;
   size_t shared = 0;
   unsigned cluster = 1;
-  bool most_shared = false;  // the multiprocessors' L1 is shared memory, as far as it can be
+  bool most_shared = false;  // make as much of L1 as possible shared memory
 };
 
-// `dependent`: the kernel may begin while the one before it runs, and calls wait_previous_kernel() before it
-// touches what that one reads or writes. Where the code cannot wait it begins after that one.
+// Launches a kernel. `dependent`: it may begin while the kernel before it runs, and it calls
+// wait_previous_kernel() before it touches anything that this one reads or writes. If the code cannot wait,
+// it begins after the kernel before.
 template <class... Parameters>
 int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool dependent,
                   cudaStream_t stream, const std::common_type_t<Parameters>&... parameters) {
@@ -64,8 +65,8 @@ int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool 
   return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 
-// Lets a kernel have so much dynamic shared memory. The driver keeps that for each device, so it is asked
-// once for each: `done`, one of the kernel's own, has a bit for every device that was told.
+// Lets a kernel use `bytes` of dynamic shared memory. The driver keeps this setting for each device, so it is
+// set once for each. Every kernel has its own `done`, with a bit for each device where it is set.
 template <class Kernel>
 cudaError_t allow_shared(Kernel* kernel, int bytes, std::atomic<uint64_t>& done) {
   int device = 0;

@@ -20,14 +20,15 @@ struct LinearWeight {
   const void* bias = nullptr;    // [n] of bias_type, or null
   void* out = nullptr;           // [rows, n] of x's type
   int n = 0;
-  int tiles_end = 0;  // the launcher's: 16-row tiles of the weights up to this one
+  int tiles_end = 0;  // the launcher sets it: 16-row tiles of the weights up to and with this one
 };
 
-// How a product is divided: 2^cluster_bits blocks of a cluster split K, as do the warps of a block that
-// 2^row_warp_bits do not divide N among. `clusters`: of the grid; 0: one block a multiprocessor.
+// How a product is divided. The 2^cluster_bits blocks of a cluster split K. In a block, 2^row_warp_bits
+// groups of warps split N, and the warps of a group split K again. `clusters`: clusters of the grid; 0: one
+// block a multiprocessor.
 struct LinearsConfig {
   int cluster_bits = 0, row_warp_bits = 0, clusters = 0;
-  int depth = kLinearDepths[0];  // steps of a warp that are under way: one of kLinearDepths
+  int depth = kLinearDepths[0];  // steps of a warp that are in flight: one of kLinearDepths
 };
 
 struct LinearsParams {
@@ -41,20 +42,20 @@ struct LinearsParams {
   DType type = DType::kBFloat16, bias_type = DType::kBFloat16;
   bool early = false;  // the weights were there before the previous kernel began
   LinearsConfig config;
-  // From here on the launcher's.
+  // The launcher sets these and all below.
   int tiles = 0, steps = 0, rounds = 0;
   int lane_bits = 0;  // lanes of a fragment: 4 for each column that is held
   int x_at = 0, norm_at = 0, stats_at = 0, sums_at = 0, sums_size = 0;  // in units of 16 bytes
 };
 
-constexpr int kLinearStepK = 64;                    // that a warp takes at a time
+constexpr int kLinearStepK = 64;                    // K that a warp takes at a time
 constexpr int kLinearSlot = 16 * kLinearStepK * 2;  // bytes of a step of a tile
 constexpr int kLinearsHead = 2;                     // barriers, in units of 16 bytes
 
-// Eights of rows that a kernel is compiled for: 1, 2 or 4.
+// Returns the number of eights of rows that the kernel is compiled for: 1, 2 or 4.
 constexpr FP4_BOTH int linear_columns(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
 
-// Completes a launch on a GPU of so many multiprocessors; returns its bytes of shared memory.
+// Completes a launch on a GPU of `sms` multiprocessors. Returns its bytes of shared memory.
 inline int complete_linears(LinearsParams& p, int sms) {
   const auto parts = [](int a, int b) { return (a + b - 1) / b; };
   p.tiles = 0;

@@ -1,4 +1,4 @@
-// Rows of bytes, with a factor each, to the places of their experts.
+// Copies rows of bytes, each with a factor, to the places of their experts.
 #include <cstdint>
 
 #include "launch.cuh"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kPlaceThreads = 256;
 
-// A warp a row.
+// One warp copies one row.
 __global__ void __launch_bounds__(kPlaceThreads)
     place_kernel(const uint8_t* x, const float* factor, int count, const int* position, int copies,
                  const int* end, int bytes, uint8_t* out, float* out_factor) {
@@ -40,9 +40,9 @@ __global__ void __launch_bounds__(kPlaceThreads)
 }  // namespace
 }  // namespace fp4::device
 
-// Row r of x [count, bytes] (bytes a multiple of 16) and factor[r] to the rows position[r, ..] of out and
-// out_factor; at most 32 copies; those from *end on are left out. dependent: starts while the kernel before
-// it, which makes position, may still run.
+// Copies row r of x [count, bytes] (bytes: a multiple of 16) and factor[r] to the rows position[r, ..] of out
+// and out_factor. At most 32 copies; rows from *end on are not written. dependent: the kernel may start while
+// the kernel before it, which makes position, still runs.
 extern "C" int fp4_kernel_place(const void* x, const float* factor, int count, const int* position,
                                 int copies, const int* end, int bytes, void* out, float* out_factor,
                                 int dependent, void* stream) {

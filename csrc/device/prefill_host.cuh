@@ -17,9 +17,10 @@ constexpr int kBadArgument = -1;
 
 // ---- the model of a launch's time ----
 
-// How many groups have rows, and how many. How full they are is known on the device only: as many are taken
-// to be empty as when each row draws a group; half of the others one standard deviation below their mean,
-// half above, but with few rows for so many groups all equal.
+// The expected number of groups that have rows, and how many rows these have. Only the device knows the true
+// numbers, so the model assumes that each row draws a group at random. Some groups then stay empty. Of the
+// others, half have one standard deviation less than their mean, and half one more. If there are fewer than
+// two rows a group, all have the mean.
 struct ExpectedRows {
   bool by_chance;
   double groups, mean, deviation = 0;
@@ -38,9 +39,9 @@ struct ExpectedRows {
   int many() const { return std::max(1, static_cast<int>(std::lround(mean + deviation))); }
 };
 
-// Of two groups, one that has few rows and one that has many, as the device cuts them (or in tiles of
-// `tile_width`, if that is not 0): their tiles and the cycles of these, their widths, and the columns of
-// weights that are read.
+// The work of two groups, one with few rows and one with many: the number of their tiles, the cycles and the
+// widths of these, and how often a column of weights is read. The tiles are those that the device cuts, or
+// tiles of `tile_width` if that is not 0.
 struct Load {
   double tiles = 0, cycles = 0, columns = 0, width = 0;
 
@@ -58,11 +59,12 @@ struct Load {
   }
 };
 
-// What blocks take for tiles of `cycles`, of which sharing one costs `share`.
+// Returns the cycles of a launch whose tiles take `cycles` each. Adding one part of a shared tile costs
+// `share`.
 inline double cycles_of(const Shares& shares, double cycles, double share) {
   double all = std::ceil(double(shares.whole) / shares.blocks) * cycles;
   if (shares.left > 0) {
-    const double pieces = double(shares.parts) / shares.left;  // of a tile, whose first adds the others' sums
+    const double pieces = double(shares.parts) / shares.left;  // of a tile; the first adds the others' sums
     all += cycles / pieces + share * std::max(1.0, pieces - 1);
   }
   return all;
@@ -70,7 +72,7 @@ inline double cycles_of(const Shares& shares, double cycles, double share) {
 
 // ---- launches ----
 
-// Whether the kernels can run it; `x_bytes`: of an element of x.
+// Returns whether the kernels can run this launch. `x_bytes`: bytes of an element of x.
 inline bool is_valid(const PrefillArguments& a, int x_bytes, int candidates) {
   const bool gated = a.gate.act != Act::kNone;
   if (gated && (a.out_type == DType::kFloat32 || a.gate.act != Act::kSilu)) return false;
@@ -79,7 +81,7 @@ inline bool is_valid(const PrefillArguments& a, int x_bytes, int candidates) {
          (a.mode != RowMode::kDense || a.groups == 1);
 }
 
-// Another number each time, in any process (splitmix64 from a random start).
+// Returns another number each time, also across processes (splitmix64 from a random start).
 inline uint64_t next_ticket() {
   static std::atomic<uint64_t> state = uint64_t(std::random_device()()) << 32 | std::random_device()();
   uint64_t z = state += 0x9E3779B97F4A7C15;
@@ -88,8 +90,8 @@ inline uint64_t next_ticket() {
   return z ^ z >> 31;
 }
 
-// What every kernel's Problem has. `rows`: of the weight in a tile; `sum_bytes`: of a block's part of a tile,
-// which begin the workspace, and flags follow those of all `blocks`.
+// Fills the fields that every kernel's Problem has. `rows`: weight rows of a tile. `sum_bytes`: bytes of a
+// block's partial sums of a tile. The workspace holds the sums of all `blocks`, then their flags.
 template <class Problem>
 Problem describe(const PrefillArguments& a, const Estimate& estimate, int rows, int sum_bytes, int blocks) {
   Problem problem = {};

@@ -21,16 +21,16 @@ struct Rows {
   RowMode mode;
   const int32_t* group_rows;  // contiguous: cumulative ends [groups]; masked: counts [groups]
   int groups;
-  int m;               // all rows, or rows of every group where masked
-  int tile_width = 0;  // of the token tiles; 0: as WidthList::cut has it
+  int m;               // all rows; masked: rows of every group
+  int tile_width = 0;  // of the token tiles; 0: WidthList::cut chooses it
 };
 
-// What is cut into tiles.
+// The problem that is cut into tiles.
 struct Tiling {
   Rows rows;
-  int columns;      // weight tiles of a group, counted by the cluster
-  int steps;        // of kStepK
-  int share_below;  // as for Shares; if 0, tiles need not be counted first
+  int columns;      // weight tiles of a group; a cluster's pair counts as one
+  int steps;        // of kStepK along K
+  int share_below;  // as in Shares; 0: no tile is shared, so tiles need not be counted first
 };
 
 struct Tile {
@@ -38,11 +38,11 @@ struct Tile {
   int row;           // the first row in X and in the output
   int rows;          // valid rows
   int width;         // rows computed
-  int column;        // index of the weight tile (of a cluster's pair of them)
+  int column;        // index of the weight tile, or of a cluster's pair of them
   int first, steps;  // the part of K: its first step, and how many
 };
 
-// A tile as the warp that walks tells it to the others.
+// A tile, as the warp that walks describes it to the other warps.
 struct TileInfo {
   int width;  // 0: no more tiles
   int group, row, rows;
@@ -57,9 +57,9 @@ __device__ __forceinline__ int clamp_rows(int rows, int m) { return max(0, min(r
 
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// a / b, where neither is negative and the quotient is below 2^21: an estimate and a correction, a third of
-// the instructions. A walk's begin is code that runs once, and takes as long as its instructions need to
-// arrive.
+// Returns a / b. Neither may be negative, and the quotient must be below 2^21. An estimate and a correction
+// take a third of the instructions of a division. Their number counts: the begin of a walk runs once, so its
+// time is that of fetching its instructions.
 __host__ __device__ __forceinline__ int quotient(int a, int b) {
 #ifdef __CUDA_ARCH__
   const int estimate = __float2int_rz(__fdividef(static_cast<float>(a), static_cast<float>(b)));
@@ -70,19 +70,21 @@ __host__ __device__ __forceinline__ int quotient(int a, int b) {
 #endif
 }
 
-// How `tiles` of `steps` steps of K each are shared out among `blocks` (or clusters of them): the first
-// `whole` as they are, in turn; the others, laid end to end, in `parts` equal parts, of which block b takes
-// part parts - 1 - b. The block that has a tile's first steps waits, at its very end, for the sums of those
-// that follow, which they computed first of all: of blocks with lower indices, which the hardware starts no
-// later, so that it waits for nothing that has yet to get a multiprocessor.
+// How `blocks` (or clusters of them) share `tiles`, each of `steps` steps of K. The blocks take the first
+// `whole` tiles in turn. The other tiles, laid end to end, are cut into `parts` equal parts; block b takes
+// part parts - 1 - b. The block with a tile's first steps adds the sums of the later steps. It waits for
+// these only at its very end, while the others compute theirs at the begin of their parts. They are blocks
+// with lower indices, which the hardware starts no later. So a block never waits for one that has no
+// multiprocessor yet.
 struct Shares {
-  // No part of a tile is shorter than kLeast; a tile has kMostParts at most, of at least kSteps in the mean.
+  // A part of a tile has at least kLeast steps. A tile has at most kMostParts parts, which have at least
+  // kSteps steps on average.
   static constexpr int kLeast = 3, kMostParts = 4, kSteps = 6;
 
   int whole, left = 0, parts = 0, steps, blocks;
 
-  // Where fewer tiles than share_below are left over the last full wave, which then would take as long as a
-  // full one.
+  // Shares tiles only if fewer than share_below are left after the last full wave. Unshared, these would take
+  // as long as a full wave.
   __host__ __device__ __forceinline__ Shares(int tiles, int steps, int share_below, int blocks)
       : whole(tiles), steps(steps), blocks(blocks) {
     const int rest = tiles - quotient(tiles, blocks) * blocks;
@@ -93,14 +95,15 @@ struct Shares {
     parts = most * left < blocks ? most * left : blocks;
   }
 
-  // The step at which part i begins, in all those left: at a tile's first, or not too near to it.
+  // Returns the step at which part i begins, counted over all the tiles left. It is a tile's first step, or
+  // at least kLeast steps away from one.
   __host__ __device__ __forceinline__ int begin(int i) const {
     const int step = quotient(left * steps * i, parts), in_tile = step - quotient(step, steps) * steps;
     return in_tile < kLeast ? step - in_tile : steps - in_tile < kLeast ? step - in_tile + steps : step;
   }
 };
 
-// The token tiles of a group: all but the last are full.
+// The token tiles of a group. All but the last are full.
 struct TokenTiles {
   int count, width;
 };
@@ -110,15 +113,15 @@ template <int Most, int... Others>
 struct WidthList {
   static constexpr int kMost = Most, kCount = 1 + sizeof...(Others);
 
-  // The least of them that holds `rows`.
+  // Returns the smallest width that holds `rows`.
   static __host__ __device__ __forceinline__ int round_up(int rows) {
     int width = Most;
     ((width = rows <= Others ? Others : width), ...);
     return width;
   }
 
-  // The fewest tiles, or one more where that computes so many fewer tokens as a tile costs by itself: 4096
-  // rows are 16 x 256 and not 15 x 288.
+  // Returns the fewest tiles, or one more if this costs less: a tile costs its width and kTileCost tokens
+  // more. 4096 rows are 16 x 256 and not 15 x 288.
   static __host__ __device__ __forceinline__ TokenTiles cut(int rows) {
     constexpr int kTileCost = 32;
     TokenTiles few = {ceil_div(rows, Most), 0};
@@ -163,8 +166,8 @@ class TileWalk {
     return true;
   }
 
-  // Which part of the tiles that are shared the tile just taken is, and how many follow it in that tile,
-  // which add their sums to it if it has the first steps.
+  // Finds which `part` of the shared tiles was just taken. If it has its tile's first steps, `helpers` is the
+  // number of later parts of that tile, whose sums it adds; else 0.
   __device__ void find_part(const Tile& tile, int& part, int& helpers) const {
     part = helpers = 0;
     if (tile.steps == tiling_.steps) return;
@@ -175,17 +178,18 @@ class TileWalk {
     while (part + 1 + helpers < shares.parts && shares.begin(part + 1 + helpers) < tile_end) ++helpers;
   }
 
-  // What next() takes, instead of the block's own: any tile after the last.
+  // Sets the tile that next() takes instead of the block's own. It must lie after the last one taken.
   __device__ void go_to(int index) { index_ = index; }
 
-  // After next() has taken, in vain, what go_to() was told: whether it was the index so far behind all tiles.
+  // For use after go_to() and a next() that found no tile: whether go_to()'s index was `distance` behind the
+  // last tile.
   __device__ bool passed_by(int distance) const { return index_ - clusters() == chunk_end_ + distance; }
 
  private:
   static __device__ __forceinline__ int clusters() { return gridDim.x / kCluster; }
 
-  // All of the launch. Each lane takes four groups in a row, so that their loads are under way together and
-  // one scan over the lanes is enough.
+  // Counts all tiles of the launch. Each lane takes four groups in a row, so that their loads are under way
+  // together and one scan over the lanes is enough.
   __device__ int count_tiles() const {
     if (rows_.mode == RowMode::kDense) return cut(rows_.m).count * tiling_.columns;
     constexpr int kEach = 4;
@@ -224,23 +228,23 @@ class TileWalk {
     return width > 0 ? TokenTiles{quotient(rows + width - 1, width), width} : Widths::cut(rows);
   }
 
-  // The largest of the lanes up to this one.
+  // Returns the largest value of the lanes up to this one.
   static __device__ int scan_max(int value) {
     for (int step = 1; step < kWarp; step *= 2) value = max(value, __shfl_up_sync(~0u, value, step));
     return value;
   }
 
-  // What is given for this lane's group of the chunk that begins at `chunk`.
+  // Loads the entry of group_rows for this lane's group, in the chunk of groups that begins at `chunk`.
   __device__ int load_rows(int chunk) const {
     const int group = chunk + threadIdx.x % kWarp;
     return rows_.group_rows != nullptr && group < rows_.groups ? __ldg(rows_.group_rows + group) : 0;
   }
 
-  // That group's first row and rows. Ends that decrease or pass m are clamped, never trusted.
+  // Finds that group's first row and number of rows. Ends that decrease or exceed m are clamped.
   __device__ void place(int chunk, int given) {
     const int lane = threadIdx.x % kWarp, group = chunk + lane;
     if (rows_.mode == RowMode::kContiguous) {
-      const int last_end = __shfl_sync(~0u, row_ + count_, kWarp - 1);  // of the chunk before
+      const int last_end = __shfl_sync(~0u, row_ + count_, kWarp - 1);  // where the chunk before ends
       const int end = max(scan_max(clamp_rows(given, rows_.m)), last_end);
       const int before = __shfl_up_sync(~0u, end, 1);
       row_ = lane == 0 ? last_end : before;
@@ -253,7 +257,7 @@ class TileWalk {
     }
   }
 
-  // The next chunk of groups; lane i takes group chunk_ + i.
+  // Loads the next chunk of groups: lane i takes group chunk_ + i.
   __device__ void load_chunk() {
     const int lane = threadIdx.x % kWarp;
     place(chunk_, load_rows(chunk_));
@@ -269,7 +273,7 @@ class TileWalk {
     chunk_end_ += __shfl_sync(~0u, sum, kWarp - 1);
   }
 
-  // A tile of the chunk.
+  // Finds tile `index`, which is in this chunk.
   __device__ void find(int index, Tile& tile) const {
     const int lane = 31 - __clz(__ballot_sync(~0u, first_ <= index));
     int local = index - __shfl_sync(~0u, first_, lane);
@@ -295,14 +299,14 @@ class TileWalk {
   const Rows& rows_;
   int index_;                            // of the next tile
   int whole_ = 1 << 30, left_ = 0;       // as in Shares
-  int step_ = 0, step_end_ = 0;          // what it has yet to take of that
+  int step_ = 0, step_end_ = 0;          // the shared steps that are still to be taken
   int chunk_ = -kWarp, chunk_end_ = 0;   // first group and last tile of the chunk
   int row_ = 0, count_ = 0, first_ = 0;  // this lane's group: first row, rows, first tile
   int cut_ = 0;                          // and its token tiles: count, width
 };
 
-// Zeroes the output rows that belong to no group. `row_vectors` is a row's 16-byte vectors; thread of
-// `threads`.
+// Zeroes the output rows that belong to no group. `row_vectors`: the number of 16-byte vectors in a row.
+// `thread`: which of `threads` threads this is.
 __device__ __forceinline__ void zero_unused_rows(const Rows& rows, uint4* out, int row_vectors, int thread,
                                                  int threads) {
   auto zero = [&](int64_t begin, int64_t end) {

@@ -1,4 +1,4 @@
-// Division of work and storing of results in decode and gemv. interface.h has a launch's arguments.
+// Divides indices and stores results for decode and gemv. A launch's arguments are in interface.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,19 +13,19 @@
 
 namespace fp4::device {
 
-// x / d for x < 2^31, with the d's multiplier and shift from the host.
+// Returns x / d for x < 2^31. The host computes d's multiplier and shift with set_divisor.
 __device__ __forceinline__ int divide(uint32_t x, uint32_t mul, uint32_t shift) {
   return (__umulhi(x, mul) + x) >> shift;
 }
 
-// A multiplier and a shift for it.
+// Computes the multiplier and the shift that divide() needs.
 inline void set_divisor(uint32_t d, uint32_t& mul, uint32_t& shift) {
   shift = 0;
   while ((1u << shift) < d) ++shift;
   mul = static_cast<uint32_t>(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - d)) / d + 1);
 }
 
-// a / b for a below 2^20, with the inverse of b.
+// Returns a / b for a below 2^20, from the inverse of b.
 __device__ __forceinline__ int divide_small(int a, float inverse) { return int((float(a) + 0.5f) * inverse); }
 
 __device__ __forceinline__ void store_pair(void* p, int64_t i, float a, float b, DType type) {

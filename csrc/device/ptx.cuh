@@ -21,8 +21,8 @@ namespace fp4::device {
 #define FP4_GRID_CONTROL(name)
 #endif
 
-// Until the kernels before this one in the stream have ended and their results can be seen. In a kernel that
-// was not launched as `dependent` nothing.
+// Waits until the kernels before this one in the stream have ended and their results are visible. Does
+// nothing in a kernel that was not launched as `dependent`.
 __device__ __forceinline__ void wait_previous_kernel() { FP4_GRID_CONTROL("wait"); }
 
 // Lets the next kernel of the stream begin, if it is `dependent`, once all thread blocks of this one have.
@@ -30,8 +30,8 @@ __device__ __forceinline__ void release_next_kernel() { FP4_GRID_CONTROL("launch
 
 // ---- shared memory ----
 
-// Declares `name`, the memory that the launch gave the block. (Of a pointer that a function returns the
-// compiler does not know in time that it is to shared memory.)
+// Declares `name`, the memory that the launch gave the block. (If a function returned the pointer, the
+// compiler would learn too late that it points to shared memory.)
 #define FP4_DYNAMIC_SHARED(type, alignment, name) \
   extern __shared__ __align__(alignment)          \
   type name[]
@@ -50,7 +50,7 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Waiting asleep needs compute capability 9.0; before it the barrier is asked again and again.
+// A wait that suspends the thread needs compute capability 9.0. Older GPUs test the barrier again and again.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define FP4_TRY_WAIT "try_wait"
 #else
@@ -70,7 +70,7 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
-// Whether that phase is over, without waiting.
+// Returns whether that phase is over, without waiting.
 __device__ __forceinline__ bool barrier_test(uint32_t barrier, uint32_t parity) {
   uint32_t over;
   asm volatile(
@@ -96,7 +96,7 @@ __device__ __forceinline__ void named_barrier(int threads) {
 
 // ---- flags and counters in global memory ----
 
-// With all that this thread wrote before.
+// Stores a flag. Who reads it with load_acquire also sees all that this thread wrote before.
 __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }
@@ -145,7 +145,7 @@ __device__ __forceinline__ float2 load_shared_pair(uint32_t smem) {
   return value;
 }
 
-// Bytes that are read once.
+// Loads 16 bytes that are read only once, so L1 need not keep them.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -154,7 +154,8 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
   return v;
 }
 
-// The same of pieces so small that memory had better bring what lies beside them, too.
+// The same for smaller pieces. Each load brings 256 bytes to L2, because the bytes beside it are read soon,
+// too.
 __device__ __forceinline__ uint32_t load_stream_word(const void* p) {
   uint32_t v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::256B.u32 %0, [%1];" : "=r"(v) : "l"(p));
@@ -167,12 +168,13 @@ __device__ __forceinline__ uint32_t load_stream_half(const void* p) {
   return v;
 }
 
-// The 128 bytes around it into L2.
+// Prefetches the 128-byte line of `p` into L2.
 __device__ __forceinline__ void prefetch_line(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// One instruction: the compiler splits an ordinary store where the words were selected.
+// Stores 16 bytes with one instruction. The compiler splits an ordinary store if its words come from a
+// select.
 __device__ __forceinline__ void store_16_bytes(void* to, const uint32_t* w) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w[0]), "r"(w[1]), "r"(w[2]),
                "r"(w[3]));
@@ -192,7 +194,7 @@ __device__ __forceinline__ float approximate_inverse(float d) {
   return inverse;
 }
 
-// NaN if either is.
+// Returns the larger value, or NaN if either is NaN.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float m;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
@@ -201,10 +203,10 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
 
 // ---- order ----
 
-// The compiler has a value in its register here, and moves no use of it, or of memory, over this place.
+// Makes the compiler have `value` in a register here, and move no use of it, or of memory, across this place.
 __device__ __forceinline__ void pin(float& value) { asm volatile("" : "+f"(value)::"memory"); }
 
-// The same of a value alone.
+// The same, but uses of memory may move.
 __device__ __forceinline__ void pin(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // ---- a thread's own copies, which each family starts in its own way ----

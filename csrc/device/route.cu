@@ -1,5 +1,5 @@
-// Routing and combine: what comes before and after the products of an expert block. A plain C interface, so
-// that nothing here knows torch. Safe in CUDA graphs and deterministic.
+// Routing and combine, which come before and after the products of an expert block. The interface is plain C,
+// so this file does not depend on torch. The kernels are deterministic and safe in CUDA graphs.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -35,20 +35,21 @@ __global__ void count_kernel(const void* ids, bool wide, int rows, int groups, i
   for (int g = threadIdx.x; g <= groups; g += kRouteThreads) counts[blockIdx.x * (groups + 1) + g] = count[g];
 }
 
-constexpr int kOwnChunks = 8;  // up to so many, every block of place_kernel counts all ids itself
+constexpr int kOwnChunks = 8;  // up to so many chunks, every block of place_kernel counts all ids itself
 
 // Each block places the ids of its chunk: start of the expert + those in earlier chunks + those earlier in
-// this one. counts: of count_kernel, or null for at most kOwnChunks chunks.
+// this one. counts: the result of count_kernel, or null for at most kOwnChunks chunks.
 __global__ void __launch_bounds__(kRouteThreads)
     place_kernel(const void* ids, bool wide, int rows, int groups, const int* counts, int* offs,
                  int* sorted_rows, int* position) {
-  // The next kernel may fetch the rows that it brings to their places, which were made before this one.
+  // The next kernel may fetch the rows that it copies to their places: they were made before this kernel.
   wait_previous_kernel();
   release_next_kernel();
   FP4_DYNAMIC_SHARED(int, 4, shared);
   const int bins = groups + 1;
-  int* start = shared;        // [bins]: first position in this chunk; before, ids of earlier chunks
-  int* total = start + bins;  // [bins]
+  int* start =
+      shared;  // [bins]: first position of this chunk's ids; until then, the number of ids in earlier chunks
+  int* total = start + bins;                                     // [bins]
   auto* warp_count = reinterpret_cast<uint16_t*>(total + bins);  // [warps][bins]
   __shared__ int totals[kRouteWarps];
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32, chunk = blockIdx.x;
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kRouteThreads)
   }
   __syncthreads();
   if (tid < bins) {
-    constexpr int kAtOnce = 8;  // loads under way together
+    constexpr int kAtOnce = 8;  // loads in flight together
     int sum = 0;
     for (int first = 0; first < kRouteWarps; first += kAtOnce) {
       int n[kAtOnce];
@@ -122,11 +123,11 @@ __global__ void __launch_bounds__(kRouteThreads)
 
 // --- combine ---
 
-// Consecutive columns of any dtype, as they lie in memory: loaded whole, so aligned to their size or 16
-// bytes.
+// Consecutive columns of any dtype, as they lie in memory. They are loaded whole, so they must be aligned to
+// their size, or to 16 bytes if they are larger.
 template <int kColumns>
 struct Columns {
-  uint32_t w[kColumns];  // half of them for 16-bit ones
+  uint32_t w[kColumns];  // 16-bit columns take half of these
 
   template <int kWords>
   __device__ __forceinline__ void load_words(const void* from) {
@@ -201,10 +202,10 @@ struct Combine {
 constexpr int kMaxCombineThreads = 256;
 
 // out[t] = sum over j of weights[t, j] * (y[position of row t * k + j] + bias[its expert]); ids of no expert
-// add nothing. kColumns a thread. The lanes of a warp read the slots of its token, one each; then the rows of
-// kAtOnce slots are under way at once, and are added in the order of the slots. (Asked for three thread
-// blocks a multiprocessor, the compiler has the registers for that; left alone it loads half of the rows
-// first.)
+// add nothing. A thread takes kColumns columns. The lanes of a warp read the slots of its token, one each.
+// Then the rows of kAtOnce slots are loaded at once, and added in the order of the slots. (The launch bound
+// of three thread blocks a multiprocessor lets the compiler use enough registers for that. Without the bound
+// it loads half of the rows first.)
 template <DType kY, int kColumns, bool kBias, int kAtOnce>
 __global__ void __launch_bounds__(kMaxCombineThreads, 3) combine_kernel(const Combine p) {
   static_assert(32 % kAtOnce == 0);
@@ -222,14 +223,14 @@ __global__ void __launch_bounds__(kMaxCombineThreads, 3) combine_kernel(const Co
       if (id != p.groups) row = at, expert = id;
     }
     const int end = min(32, p.top_k - slots);
-    wait_previous_kernel();  // for y; all else was there before the kernel that makes it began
+    wait_previous_kernel();  // for y; all else was there before the kernel that makes y began
     for (int first = 0; first < end; first += kAtOnce) {
       Columns<kColumns> y[kAtOnce], bias[kBias ? kAtOnce : 1];
       int from[kAtOnce];
 #pragma unroll
       for (int j = 0; j < kAtOnce; ++j) {
         from[j] = __shfl_sync(~0u, row, first + j);
-        // Row 0 where there is nothing to add: a predicate for each load is more than a thread has.
+        // Load row 0 if there is nothing to add: a thread has too few predicates to skip each load by itself.
         y[j].load(p.y, kY, int64_t(max(from[j], 0)) * p.n + column);
         if constexpr (kBias) {
           bias[j].load(p.bias, p.bias_type, int64_t(__shfl_sync(~0u, expert, first + j)) * p.n + column);
@@ -253,8 +254,8 @@ __global__ void __launch_bounds__(kMaxCombineThreads, 3) combine_kernel(const Co
 
 template <DType kY, int kColumns>
 int launch_combine(const Combine& p, int tokens, cudaStream_t stream) {
-  // One thread block a token, or as many of equal size as hold its columns: small ones where there are few
-  // tokens, to spread them over the multiprocessors.
+  // A token has one thread block, or several of equal size if its columns do not fit one. If there are few
+  // tokens, the blocks are small, to spread the work over the multiprocessors.
   const int threads = (p.n + kColumns - 1) / kColumns, most = tokens < 64 ? 64 : kMaxCombineThreads;
   const int blocks = (threads + most - 1) / most;
   const dim3 grid(tokens, blocks);

@@ -1,5 +1,5 @@
-// Rows in registers: blocks of sixteen consecutive values. Applies the gate to gate and up values, and
-// divides and stores the blocks among the lanes of a warp.
+// Holds rows in registers, in blocks of sixteen consecutive values. Applies the gate to gate and up values,
+// assigns blocks to lanes, and exchanges values between lanes before they are stored.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,9 +22,9 @@ struct RawBlock {
   static constexpr int kWords = kRowValues * sizeof(T) / 4;
   uint32_t w[kWords];
 
-  // Every thread its 32 consecutive bytes: the first instruction fetches all sectors of the warp's lines,
-  // the second hits them. (8-byte loads of what the layout wants in one place would spare the exchange below,
-  // but ask for each line four times, a sector at a time.)
+  // Every thread loads consecutive bytes, 32 of 16-bit values. The first instruction fetches all sectors of
+  // the warp's lines, and the second finds them in the cache. (8-byte loads in the layout's order would need
+  // no exchange between lanes, but would ask for each line four times, a sector at a time.)
   __device__ __forceinline__ void load(const T* from, bool inside) {
 #pragma unroll
     for (int i = 0; i < kWords; i += 4) {
@@ -45,12 +45,12 @@ struct RawBlock {
   }
 };
 
-// What makes a block of a row: itself, or the two blocks that are gated into one.
+// The source of a block of a row: the block itself, or the two blocks that the gate combines.
 template <typename T, bool kGated>
 struct SourceBlock {
   RawBlock<T> part[kGated ? 2 : 1];
 
-  // `row`: of x, `width` columns or twice as many; zeros past `width`.
+  // `row`: a row of x, of `width` columns, or of twice as many if gated. Blocks past `width` are zeros.
   __device__ __forceinline__ void load(const T* row, bool interleaved, int width, int k) {
     const bool inside = k < width;
     part[0].load(row + (kGated && interleaved ? 2 * k : k), inside);
@@ -107,14 +107,14 @@ constexpr int kRowThreads = 128;  // in a thread block, where rows share it
 constexpr int kMaxRowWarps = 16;
 constexpr int kFewWarps = 132 * 32;
 
-// For `rows` rows of `blocks` blocks.
+// Chooses the plan for `rows` rows of `blocks` blocks.
 inline RowPlan row_plan(int rows, int blocks) {
-  // As many threads as there are blocks while all of their warps fit the GPU's multiprocessors at once: what
-  // counts is how long one row takes.
+  // A row gets one thread for each block if the warps of all rows fit the GPU's multiprocessors at once: then
+  // the time of a single row counts.
   const int warps = (blocks + 31) / 32;
   if (warps == 1 || (warps <= kMaxRowWarps && rows <= kFewWarps / warps)) return {32 * warps, 1};
-  // Else no more than a warp, which needs no barrier, while four blocks a thread hold the row; 16 lanes where
-  // 32 would have a last round half idle (768 columns).
+  // Else a row gets at most a warp, which needs no barrier, if four blocks a thread hold the row. Rows of up
+  // to 768 columns get 16 lanes, because 32 would be half idle in the last round.
   if (blocks <= 48) return {16, 3};
   if (blocks <= 128) return {32, warps};
   const int each = blocks <= 32 * kMaxRowWarps ? 2 : 4;
@@ -123,7 +123,7 @@ inline RowPlan row_plan(int rows, int blocks) {
 
 // --- exchange between lanes, so that whole sectors are stored ---
 
-// Of lanes `step` apart, the lower one's `high` for the higher one's `low`.
+// For two lanes that are `step` apart: swaps the lower lane's `high` and the higher lane's `low`.
 struct SwapLanes {
   int lane;
   __device__ __forceinline__ void operator()(uint32_t& low, uint32_t& high, int step) const {
@@ -134,8 +134,9 @@ struct SwapLanes {
   }
 };
 
-// Layout sm90 puts word i (of four codes) of block t of 64 columns 16i + 4t bytes into them. Lane t of a quad
-// comes with the four words of block t and goes with word t of the four blocks: 16 bytes, at 16 * its block.
+// Layout sm90 puts word i (four values) of block t at byte 16i + 4t of its 64 columns. Lane t of a quad comes
+// with the four words of block t. It leaves with word t of all four blocks: 16 consecutive bytes, from byte
+// 16t on.
 template <typename Word, typename Swap>
 __host__ __device__ __forceinline__ void transpose_quad(Word (&w)[4], const Swap& swap) {
   swap(w[0], w[1], 1);
@@ -144,15 +145,16 @@ __host__ __device__ __forceinline__ void transpose_quad(Word (&w)[4], const Swap
   swap(w[1], w[3], 2);
 }
 
-// Two lanes with 32 bytes of neighbouring blocks each: then the first 16 of both lie in the even block, the
-// others in the odd one.
+// Two lanes come with neighbouring blocks of 32 bytes each. They leave with 16 bytes of the even block,
+// followed by 16 bytes of the odd one.
 template <typename Word, typename Swap>
 __host__ __device__ __forceinline__ void exchange_halves(Word (&w)[8], const Swap& swap) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) swap(w[i], w[4 + i], 1);
 }
 
-// The column where the first or second half of those 16-bit values begins, for the lane that took `block`.
+// Returns the column where the first (`half` 0) or second half of these 16-bit values begins, for the lane
+// that took `block`.
 __host__ __device__ __forceinline__ int half_column(int block, int half) {
   return (block / 2 * 2 + half) * kRowValues + block % 2 * (kRowValues / 2);
 }

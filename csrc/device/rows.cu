@@ -1,6 +1,7 @@
-// The rows between the products of an expert block: gated, in the form that the next product reads, brought
-// to their experts. Memory-bound; one pass each. A plain C interface, so that nothing here knows torch. Safe
-// in CUDA graphs and deterministic.
+// Converts the rows between the products of an expert block: applies the gate, makes the form that the next
+// product reads, and copies rows to the places of their experts. Each kernel is bound by memory and makes one
+// pass. The interface is plain C, so this file does not depend on torch. The kernels are deterministic and
+// safe in CUDA graphs.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
@@ -19,14 +20,14 @@ namespace {
 
 [[maybe_unused]] constexpr float kFp8Max = 448.f, kInt8Max = 127.f;
 [[maybe_unused]] constexpr float kLeastInt8 =
-    0x1p-120f;  // of a step's largest value, whose inverse is finite
+    0x1p-120f;  // the smallest maximum of a step whose scaling is finite
 
 struct Rows {
   const void* x;
   int count;            // of x
   const int* position;  // [count, copies]: the rows of the output that row r of x becomes; or row r, if null
   int copies;
-  const int* end;  // if not null: rows of the output from *end on are of no use
+  const int* end;  // if not null: rows of the output from *end on are not needed
   Gate gate;
   int interleaved;
   int width, padded;
@@ -89,7 +90,8 @@ __device__ __forceinline__ Scaling scaling(float amax) {
   return {__uint_as_float(uint32_t(268 - exponent) << 23), __uint_as_float(uint32_t(exponent - 14) << 23)};
 }
 
-// The same for int8, over the 8 lanes that share kInt8Step columns. NaN or infinity if one of the values is.
+// The same for int8, over the 8 lanes that share kInt8Step columns. The scale is NaN or infinity if one of
+// the values is.
 __device__ __forceinline__ Scaling int8_scaling(const float (&v)[kRowValues]) {
   float most = 0.f;
 #pragma unroll
@@ -110,7 +112,8 @@ __device__ __forceinline__ uint32_t pack_int8(float a, float b, float c, float d
   return permute_bytes(low, high, 0x5410);
 }
 
-// The words of a block, times `up`, as its pair or quad stores them: each four of them one a lane.
+// Converts a block, times `up`, to words, and exchanges them in the pair or quad of lanes. This lane stores
+// each four of the resulting words together.
 template <typename T, Form kForm>
 __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up, const SwapLanes& swap,
                                          uint32_t* words) {
@@ -134,7 +137,8 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 #pragma unroll
     for (int j = 0; j < 4; ++j) words[j] = pack_int8(v[2 * j], v[2 * j + 1], v[2 * j + 8], v[2 * j + 9], up);
   } else {
-    // Word c is half_position's 8 values from 8 c on: K 4 (c / 2) + c % 2 and two on of each block.
+    // Word c has the values k = 4 (c / 2) + c % 2 and k + 2 of the block. The words c of the quad's four
+    // blocks are the 8 values from half_position 8c on.
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       uint32_t w[4];
@@ -155,14 +159,15 @@ __device__ __forceinline__ void to_words(const float (&v)[kRowValues], float up,
 template <typename T, bool kGated, Form kForm, int kLanes, int kBlocks>
 __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
                                   kLanes ? blocks_resident(kBlocks) : 1) row_kernel(const Rows p) {
-  // The previous kernel makes x. If there are positions, it makes these, and x may be fetched meanwhile.
+  // Without positions, the previous kernel makes x. Else it makes the positions, and x may be fetched
+  // meanwhile.
   if (p.position == nullptr) {
     release_next_kernel();
     wait_previous_kernel();
   }
   const int lanes = kLanes ? kLanes : blockDim.x, lane = threadIdx.x % lanes;
   const int row = kLanes ? blockIdx.x * (kRowThreads / lanes) + threadIdx.x / lanes : blockIdx.x;
-  // Whole warps only: their lanes exchange values below.
+  // Only whole warps may return, because lanes exchange values below.
   const int first = __shfl_sync(~0u, row, 0);
   if (first >= p.count) return;
   if (p.position == nullptr && p.end && first >= *p.end) return;
@@ -176,7 +181,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
   }
   if (p.position != nullptr) {
     wait_previous_kernel();
-    release_next_kernel();  // which reads routing without waiting for this kernel
+    release_next_kernel();  // it may read the routing without waiting for this kernel
   }
   // The destinations of the copies, one in each lane. -1 means none.
   constexpr int kShare = kLanes == 16 ? 16 : 32;
@@ -232,7 +237,7 @@ __global__ void __launch_bounds__(kLanes ? kRowThreads : 32 * kMaxRowWarps,
         const int block = i * lanes + lane;
 #pragma unroll
         for (int h = 0; h < kBytes; ++h) {
-          // Of the quad's 64 columns this lane's 16 bytes of each four words.
+          // Where this lane's 16 bytes (four words) go: for a quad, within its 64 columns.
           const int column = kForm == Form::kSame ? half_column(block, h)
                                                   : block / 4 * 64 + (block % 4 * 16 + 64 * h) / kBytes;
           if (column < columns) store_16_bytes(out + column * kBytes, words[i] + 4 * h);
@@ -297,11 +302,12 @@ int launch(const Rows& p, Form form, bool dependent, cudaStream_t stream) {
 
 using namespace fp4::device;
 
-// Rows of x (16-bit, aligned to 16 bytes, `width` columns, a multiple of 16; 2 * width if gated) to `out` in
-// `form`: x's type [.., width]; or e4m3 or fp16 [.., padded] with scale [..]; or int8 [rows, padded] with
-// scale [padded / kInt8Step, rows]. Row r of x becomes the `copies` rows position[r, ..] of out, or row r
-// (position null, copies 1). Rows of out from *end on (end not null) may be left unwritten. dependent: starts
-// while the kernel before it may still run, which makes x, or if there is position, that and *end at most.
+// Converts the rows of x to `out` in `form`: x's type [.., width]; or e4m3 or fp16 [.., padded] with scale
+// [..]; or int8 [rows, padded] with scale [padded / kInt8Step, rows]. x is 16-bit and aligned to 16 bytes. It
+// has `width` columns (a multiple of 16), or 2 * width if gated. Row r of x goes to the `copies` rows
+// position[r, ..] of out, or to row r if position is null (copies is then 1). If end is not null, rows of out
+// from *end on may be left unwritten. dependent: the kernel may start while the kernel before it still runs.
+// That one may make x, or if position is not null, only position and *end.
 extern "C" int fp4_kernel_rows(const void* x, DType x_type, int count, const int* position, int copies,
                                const int* end, Act act, float alpha, float limit, float up_offset,
                                int interleaved, int width, int padded, Form form, void* out, float* scale,

@@ -1,6 +1,6 @@
-// Rows quantised to FP4 and taken back to what the products read: the quantised values as bf16, which are
-// exact (e2m1 x e4m3 has six significant bits, e2m1 x e8m0 two), and a float32 factor for each row. A plain C
-// interface, so that nothing here knows torch.
+// Quantises rows to FP4 and converts them to what the products read: the quantised values as bf16, and a
+// float32 factor for each row. bf16 holds them exactly, because e2m1 x e4m3 has six significant bits and e2m1
+// x e8m0 two. The interface is plain C, so this file does not depend on torch.
 #include <cuda_fp8.h>
 
 #include "fp4_block.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMaxRowThreads = 1024;
 
-// The largest v of the block.
+// Returns the largest v of the thread block, or NaN if there is one.
 __device__ __forceinline__ float block_max_or_nan(float v) {
   __shared__ float part[32];
 #pragma unroll
@@ -24,9 +24,9 @@ __device__ __forceinline__ float block_max_or_nan(float v) {
   return m;
 }
 
-// Row r of x to rows position[r, ..] of the output, or to row r, as fp4::quantize does it for a matrix of
-// that row alone; sixteen values a thread. A row with a NaN or infinity gets the factor NaN. Only float32
-// rows are gated.
+// Quantises row r of x to the rows position[r, ..] of the output, or to row r. The values are those of
+// fp4::quantize for a matrix of that row alone. A thread takes sixteen of them. A row with a NaN or infinity
+// gets the factor NaN. Only float32 rows are gated.
 template <typename T, bool kGated, bool kNvfp4>
 __global__ void __launch_bounds__(kMaxRowThreads)
     fp4_row_kernel(const T* x, const int* position, int copies, Gate gate, int interleaved, int width,
@@ -87,8 +87,9 @@ int launch(const void* x, int count, const int* position, int copies, const Gate
 
 using namespace fp4::device;
 
-// Rows of x (`width` columns; float32 ones 2 * width if gated) to `out` bf16 [.., width] and factor [..]: row
-// r of x to the `copies` rows position[r, ..], or to row r (position null, copies 1). nvfp4: else mxfp4.
+// Quantises the rows of x to `out`, bf16 [.., width], and factor [..]. Row r of x goes to the `copies` rows
+// position[r, ..], or to row r if position is null (copies is then 1). A row of x has `width` columns, or 2 *
+// width if gated; only float32 rows can be gated. The format is nvfp4, or mxfp4 if `nvfp4` is 0.
 extern "C" int fp4_kernel_rows_fp4(const void* x, DType x_type, int count, const int* position, int copies,
                                    Act act, float alpha, float limit, float up_offset, int interleaved,
                                    int width, int nvfp4, void* out, float* factor, void* stream) {

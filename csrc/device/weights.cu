@@ -1,5 +1,5 @@
-// Weights into and out of layouts sm90 and mma_bf16, on the device. A plain C interface, so that nothing
-// here knows torch.
+// Packs weights into layouts sm90 and mma_bf16 on the device, and dequantises them. The interface is plain C,
+// so this file does not depend on torch.
 #include <cstdint>
 #include <type_traits>
 
@@ -35,8 +35,8 @@ dim3 blocks_of(int64_t count) { return dim3((count + kThreads - 1) / kThreads); 
 using namespace fp4;
 using namespace fp4::device;
 
-// packed [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)] in plain order, rows over all matrices,
-// to layout sm90, or mma_bf16.
+// Packs codes [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)] from plain order into layout sm90,
+// or mma_bf16 if `bf16_words`. `rows` counts over all matrices.
 extern "C" int fp4_kernel_pack(const uint8_t* packed, const uint8_t* scales, int64_t rows, int k, int kp,
                                int scale_block, int bf16_words, uint8_t* to_packed, uint8_t* to_scales,
                                void* stream) {
@@ -47,7 +47,8 @@ extern "C" int fp4_kernel_pack(const uint8_t* packed, const uint8_t* scales, int
                        packed, scales, count, k, kp, scale_block, to_packed, to_scales);
 }
 
-// A layout to values [rows, kp]; out_type: 0 float32, 1 bfloat16, 2 float16, 3 float64; n rows a matrix.
+// Dequantises a layout to values [rows, kp]. out_type: 0 float32, 1 bfloat16, 2 float16, 3 float64. n: rows
+// of a matrix.
 extern "C" int fp4_kernel_dequantize(const uint8_t* packed, const uint8_t* scales, const float* global_scale,
                                      int64_t rows, int64_t n, int kp, int scale_block, int bf16_words,
                                      void* out, int out_type, void* stream) {

@@ -13,8 +13,8 @@ namespace fp4::device {
 
 constexpr int kStep = 128, kBlocks = 4;
 
-// What a thread takes: one lane of 16 rows by 128 k of the layout. i counts (tile over all matrices, step,
-// lane).
+// The part of the weights that a thread takes: one lane of 16 rows by 128 k of the layout. i counts over
+// (tile of all matrices, step, lane).
 template <class Bits>
 struct LanePlace {
   Sm90Lane lane;
@@ -35,11 +35,12 @@ struct LanePlace {
   __host__ __device__ int64_t scale_of(int number) const {
     return lane.scales + Bits::scale_at(Bits::block_of(t, number / 2), number % 2, scale_block);
   }
-  // Of the blocks that share a scale.
+  // Returns whether this is the first of the blocks that share a scale.
   __host__ __device__ bool first(int number) const { return k_of(number) % scale_block == 0; }
 };
 
-// Lane i of plain codes [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)], rows over all matrices.
+// Packs lane i from plain codes [rows, k / 2] and e4m3 scales [rows, ceil(k / scale_block)]. Rows count over
+// all matrices.
 template <class Bits>
 __host__ __device__ void pack_lane(int64_t i, const uint8_t* packed, const uint8_t* scales, int k, int kp,
                                    int scale_block, uint8_t* to_packed, uint8_t* to_scales) {
@@ -84,7 +85,7 @@ inline __host__ __device__ __half convert(float v) {
   return __float2half_rn(v);
 }
 
-// Lane i to values [rows, kp] = (code * scale) * factor, rounded once; n rows a matrix.
+// Dequantises lane i to values [rows, kp] = (code * scale) * factor, rounded once. n: rows of a matrix.
 template <class Bits, typename T>
 __host__ __device__ void dequantize_lane(int64_t i, const uint8_t* packed, const uint8_t* scales,
                                          const float* global_scale, int64_t n, int kp, int scale_block,
