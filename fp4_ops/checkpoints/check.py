@@ -18,7 +18,7 @@ from .folder import Folder
 Header = tuple[str, torch.dtype, tuple[int, ...]]
 
 
-def check_loadable(folder: Folder, outputs: Iterable[Header], dialect: Dialect) -> None:
+def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable[Dialect]) -> None:
     """Raises CheckpointError unless `load_checkpoint` finds a place for every 4-bit weight of `outputs`.
 
     folder: the source. The result gets its config. If transformers cannot build a model from it, nothing is
@@ -37,9 +37,9 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialect: Dialect) 
 
     tensors = {n: TensorInfo(n, dtype, shape, Path("the result"), 0) for n, dtype, shape in outputs}
     try:
-        weights = stored_weights(tensors, (dialect,))
+        weights = stored_weights(tensors, dialects)
         target, modules = rules(model), dict(model.named_modules())
-        where = {name: target(dialect.module_name(name)).parameter for name in weights}
+        where = {name: target(w.dialect.module_name(name)).parameter for name, w in weights.items()}
         outside = [name for name in weights if _in_no_layer(where[name], modules)]
         unknown = [name for name in outside if not is_left_out(model, name)]
         if unknown:

@@ -28,7 +28,9 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL_DIR", help="a folder of safetensors files and a config.json")
     parser.add_argument("-o", "--out", metavar="OUT", required=True, help="the folder to write")
-    parser.add_argument("--format", choices=list(FORMATS), default="nvfp4")
+    parser.add_argument(
+        "--format", choices=list(FORMATS), default="nvfp4", help="format of the experts (default: nvfp4)"
+    )
     needing = ", ".join(m.name for m in METHODS.values() if m.calibration != "none")
     parser.add_argument(
         "--method",
@@ -39,7 +41,7 @@ def add_commands(commands: Any) -> None:
     for kind in KINDS:
         parser.add_argument(
             f"--{kind}", choices=[KEEP, *FORMATS], default=KEEP,
-            help=f"{_LAYERS[kind]}: keep, or the format of --format",
+            help=f"format of {_LAYERS[kind]} (default: keep, as they are)",
         )  # fmt: skip
     add_calibration_arguments(parser)
     parser.add_argument(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,15 +21,17 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import FORMATS
-from ..outside_experts import KEEP, Kind
+from ..outside_experts import KEEP, Kind, chosen_formats
 from ..quantization import Method, find_method, quantize_weight
 from .check import Header, check_loadable
+from .convert_report import ConvertReport
 from .dialects import (
     EXPERTS_TARGET,
     Codes,
     Dialect,
     StoredWeight,
     describe,
+    dialects_of,
     encode,
     writing_dialect,
 )
@@ -46,7 +48,7 @@ from .files import (
     write_json,
 )
 from .folder import Folder
-from .outside import find_outside, is_linear, kinds_of_format
+from .outside import find_outside, is_linear
 from .progress import progress_bar
 from .resume import Progress
 from .source import MATRIX, PARTNER, eight_bits, stack_of
@@ -63,41 +65,6 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 
 
 @dataclass(frozen=True)
-class ConvertReport:
-    """Result of `quantize_checkpoint`."""
-
-    out: Path
-    format: str
-    dialect: str
-    matrices: int
-    files: int
-    resumed: int
-    """Files that an earlier run had finished."""
-    bytes_before: int
-    bytes_after: int
-    unseen: int = 0
-    """Experts that no token of the calibration text reached."""
-    outside: int = 0
-    """Expert matrices that have no place in the model, so that no text can calibrate them."""
-    linears: int = 0
-    """Linear layers outside the experts that are in 4 bits, too."""
-
-    def __str__(self) -> str:
-        resumed = f" ({self.resumed} from an earlier run)" if self.resumed else ""
-        linears = f" and {self.linears} linear layers" * bool(self.linears)
-        what = f"{self.matrices} expert matrices{linears} in {self.format}"
-        lines = [
-            f"{self.out}: {what}, stored as {self.dialect}, {self.files} files{resumed}, "
-            f"{self.bytes_before / 1e9:.3f} -> {self.bytes_after / 1e9:.3f} GB"
-        ]
-        if self.unseen:
-            lines.append(f"{self.unseen} experts saw no token of the calibration text: quantised without it")
-        if self.outside:
-            lines.append(f"{self.outside} matrices are no part of the model that runs: quantised without it")
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
 class Unit:
     """A step of the work: what is read, and the resulting tensors."""
 
@@ -107,6 +74,8 @@ class Unit:
     """The resulting weights: one, or gate and up, or one of these and "" for the other, which another file
     has. Empty: `reads` is one tensor, copied as it is."""
     outputs: list[Header]
+    dialect: Dialect | None = None
+    """How the result is stored; None for tensors that are not quantised."""
     transposed: bool = False
     """The matrices are stored [K, N]."""
     dequantized: bool = False
@@ -125,9 +94,9 @@ class Unit:
 class Plan:
     """Plan of the files that `quantize_checkpoint` writes, made from the source's headers alone."""
 
-    def __init__(self, folder: Folder, format: str, kinds: Collection[Kind] = ()) -> None:
-        """kinds: the linear layers outside the experts that are quantised, too."""
-        self.folder, self.format = folder, FORMATS[format]
+    def __init__(self, folder: Folder, format: str, kinds: Mapping[Kind, str]) -> None:
+        """kinds: the linear layers outside the experts that are quantised, too, with their formats."""
+        self.folder, self.format = folder, format
         tensors = folder.tensors
         for info in tensors.values():
             if info.foreign:
@@ -160,13 +129,15 @@ class Plan:
                 "torch.compile(model, backend='fp4')"
             )
         self.outside = find_outside(folder, kinds)
-        k = {self._check(tensors[n]) for n in (*singles, *self.stacks, *self.outside)}
-        self.dialect = writing_dialect(format, folder.config.get("model_type"), k)
-        if self.dialect.stacked and self.outside:
-            raise CheckpointError(
-                f"fp4: {self.dialect.name} holds experts alone; leave {' and '.join(kinds)} out, or use "
-                "another format"
-            )
+        k: dict[str, set[int]] = {}
+        for name, own in [*((n, format) for n in (*singles, *self.stacks)), *self.outside.items()]:
+            k.setdefault(own, set()).add(self._check(tensors[name], own))
+        self.dialects = {
+            own: writing_dialect(own, folder.config.get("model_type"), sizes, not self.outside)
+            for own, sizes in k.items()
+        }
+        """The dialect of each format of the result. The experts' is the first."""
+        self.dialect = self.dialects[format]
         if self.dialect.stacked and singles:
             raise CheckpointError(
                 f"fp4: {folder.path} has expert weights both stacked and one by one; all must be stored "
@@ -195,8 +166,8 @@ class Plan:
             f"fp4: {first} {list(first.shape)} does not fit {second.name} {list(second.shape)}"
         )
 
-    def _check(self, info: TensorInfo) -> int:
-        """Checks an expert weight and returns its K."""
+    def _check(self, info: TensorInfo, format: str) -> int:
+        """Checks a weight that is to be in `format` and returns its K."""
         if info.dtype not in SOURCE_DTYPES and info.name not in self.eight:
             raise CheckpointError(
                 f"fp4: {info} is {info.dtype}; it must be bfloat16, float16 or float32. Quantise the "
@@ -205,10 +176,9 @@ class Plan:
         if len(info.shape) != (3 if info.name in self.stacks else 2):
             raise CheckpointError(f"fp4: {info} has shape {list(info.shape)}; it must be [N, K]")
         k = info.shape[-2 if self.stacks.get(info.name) else -1]
-        if k % self.format.block:
+        if k % (block := FORMATS[format].block):
             raise CheckpointError(
-                f"fp4: {info} has K = {k}; {self.format.name} files need a multiple of "
-                f"{self.format.block}. Use another format"
+                f"fp4: {info} has K = {k}; {format} files need a multiple of {block}. Use another format"
             )
         self._partner(info)
         return k
@@ -230,6 +200,16 @@ class Plan:
             )
         return partner
 
+    @property
+    def stored(self) -> dict[str, Any]:
+        """The `quantization_config` of the result."""
+        targets: dict[str, list[str]] = {self.format: [EXPERTS_TARGET]}
+        for name, format in self.outside.items():
+            targets.setdefault(format, []).append(name.removesuffix(".weight"))
+        groups = [(self.dialects[format], names) for format, names in targets.items()]
+        linears = (n for n in self.folder.tensors if is_linear(self.folder, n) and n not in self.outside)
+        return describe(groups, sorted(n.removesuffix(".weight") for n in linears))
+
     def layers(self, file: Path, calibrated: CalibratedLayers) -> set[int]:
         """Returns the layers that must be done before the result of a source file can be written."""
         reads = (read[0].name for unit in self.units(file) if unit.names for read in unit.reads)
@@ -249,11 +229,12 @@ class Plan:
                 pair.sort(key=lambda t: t.name.endswith((".up_proj.weight", ".w3.weight")))
                 taken.update(t.name for t in pair)
                 names = [t.name.removesuffix(".weight") if t.file == file else "" for t in pair]
-                outputs = [o for name in names if name for o in self._outputs(name, info.shape)]
-                yield Unit([tuple(pair)], names, outputs)
+                outputs = [o for name in names if name for o in _outputs(name, info.shape, self.dialect)]
+                yield Unit([tuple(pair)], names, outputs, self.dialect)
             elif info.name in self.outside:
                 name = info.name.removesuffix(".weight")
-                yield Unit([(info,)], [name], self._outputs(name, info.shape), rounded=True)
+                own = self.dialects[self.outside[info.name]]
+                yield Unit([(info,)], [name], _outputs(name, info.shape, own), own, rounded=True)
             elif info.name in self.eight:
                 yield Unit([(info,)], [], [(info.name, self.dtype, info.shape)], dequantized=True)
             else:
@@ -265,21 +246,25 @@ class Plan:
         shape = (b, a) if transposed else (a, b)
         rows: list[tuple[TensorInfo, ...]] = [(info.row(i),) for i in range(e)]
         if self.dialect.stacked:
-            yield Unit(rows, [info.name], self._outputs(info.name, (e, *shape)), transposed)
+            outputs = _outputs(info.name, (e, *shape), self.dialect)
+            yield Unit(rows, [info.name], outputs, self.dialect, transposed)
             return
         place = stack_of(info)
         assert place is not None
         for i, row in enumerate(rows):
             name = f"{place[0]}.{i}.{place[1]}"
-            yield Unit([row], [name], self._outputs(name, shape), transposed)
+            yield Unit([row], [name], _outputs(name, shape, self.dialect), self.dialect, transposed)
 
-    def _outputs(self, name: str, shape: tuple[int, ...]) -> list[Header]:
-        *rows, k = shape
-        with torch.device("meta"):
-            packed = torch.empty((*rows, k // 2), dtype=torch.uint8)
-            block_scale = torch.empty((*rows, self.format.num_blocks(k)), dtype=self.format.scale_dtype)
-        codes = Codes(packed, block_scale, torch.ones(()) if self.format.has_global_scale else None)
-        return [(key, t.dtype, tuple(t.shape)) for key, t in encode(name, codes, self.dialect).items()]
+
+def _outputs(name: str, shape: tuple[int, ...], dialect: Dialect) -> list[Header]:
+    """Returns the headers of a weight's tensors in a dialect."""
+    *rows, k = shape
+    format = FORMATS[dialect.format]
+    with torch.device("meta"):
+        packed = torch.empty((*rows, k // 2), dtype=torch.uint8)
+        block_scale = torch.empty((*rows, format.num_blocks(k)), dtype=format.scale_dtype)
+    codes = Codes(packed, block_scale, torch.ones(()) if format.has_global_scale else None)
+    return [(key, t.dtype, tuple(t.shape)) for key, t in encode(name, codes, dialect).items()]
 
 
 def quantize_checkpoint(
@@ -300,8 +285,8 @@ def quantize_checkpoint(
 
     source: a folder of safetensors files in bfloat16, float16 or float32, and its config.json.
     out: a folder that does not exist, is empty, or holds what an earlier run of the same command left.
-    attention, dense, head: linear layers outside the experts, as in `fp4_ops.prepare`: "keep", or `format`,
-        as a folder has one. They are rounded, whatever the method is.
+    format: the experts'. attention, dense, head: formats for linear layers outside the experts, or "keep", as
+        in `fp4_ops.prepare`. These layers are rounded, whatever the method is.
     method: one of fp4_ops.quantization.METHODS. The gate and up matrices of an expert are quantised as one,
         so that they have one global scale.
     calibration: tokens, int64 [windows, length], for the methods that need them. They run through the
@@ -319,11 +304,11 @@ def quantize_checkpoint(
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     chosen, device = find_method(method, format), torch.device(device)
     _check_calibration(chosen, calibration)
-    kinds = kinds_of_format({"attention": attention, "dense": dense, "head": head}, format)
+    kinds = chosen_formats({"attention": attention, "dense": dense, "head": head})
     folder, to = Folder(source), Path(out)
     plan = Plan(folder, format, kinds)
     outputs = (output for file in folder.files for unit in plan.units(file) for output in unit.outputs)
-    check_loadable(folder, outputs, plan.dialect)
+    check_loadable(folder, outputs, dialects_of(plan.stored))
     resumable = Progress(folder, to, format, method, calibration, batch, kinds)
     layers = None
     if calibration is not None:
@@ -335,7 +320,7 @@ def quantize_checkpoint(
     total = sum(t.nbytes for t in folder.tensors.values())
     with progress_bar(total, "quantizing", progress) as bar:
         for files in _ready(plan, layers, progress):
-            with _Pipeline(format, chosen, device, layers, plan.eight) as pipeline:
+            with _Pipeline(chosen, device, layers, plan.eight) as pipeline:
                 for file in files:
                     if resumable.is_done(file):
                         bar.update(sum(t.nbytes for t in folder.of_file(file)))
@@ -343,7 +328,7 @@ def quantize_checkpoint(
                     result = to / folder.name(file)
                     result.parent.mkdir(parents=True, exist_ok=True)
                     done = partial(resumable.done, file)
-                    pipeline.convert(list(plan.units(file)), result, plan.dialect, bar.update, done)
+                    pipeline.convert(list(plan.units(file)), result, bar.update, done)
                 pipeline.flush()
     report = _finish(plan, to, resumable, layers)
     if layers is not None:
@@ -431,13 +416,12 @@ class _Pipeline:
 
     def __init__(
         self,
-        format: str,
         method: Method,
         device: torch.device,
         layers: CalibratedLayers | None,
         eight: dict[str, StoredWeight],
     ) -> None:
-        self.format, self.method, self.device, self._layers = format, method, device, layers
+        self.method, self.device, self._layers = method, device, layers
         self._eight = eight
         self._reader = Reader(once=True)
         self._threads = torch.get_num_threads()
@@ -464,7 +448,6 @@ class _Pipeline:
         self,
         units: list[Unit],
         file: Path,
-        dialect: Dialect,
         update: Callable[[int], Any],
         done: Callable[[], Any],
     ) -> None:
@@ -480,7 +463,7 @@ class _Pipeline:
                     self._write(info.nbytes, writer.append, next(parts))
             else:
                 codes = [next(parts) for _ in unit.reads]
-                for name, tensor in _encode(unit, codes, dialect):
+                for name, tensor in _encode(unit, codes):
                     self._write(tensor.nbytes, writer.write, name, tensor)
             update(unit.nbytes)
         self._write(0, self._complete, writer, done)
@@ -568,14 +551,16 @@ class _Pipeline:
     def _quantize(self, part: Part, read: Future[list[Tensor]], i: int) -> Codes:
         matrix = self._values(part, read, i, torch.float32)
         matrix = (matrix.T if part.unit.transposed else matrix).to(self.device).contiguous()
+        assert part.unit.dialect is not None
+        format = part.unit.dialect.format
         try:
             if self.method.name == "rtn" or part.unit.rounded:
-                packed, block_scale, factor = torch.ops.fp4.quantize(matrix, self.format)
+                packed, block_scale, factor = torch.ops.fp4.quantize(matrix, format)
             else:
                 k = matrix.shape[-1]  # calibrated methods get here for matrices that no text reaches
                 nothing = matrix.new_zeros(k, k) if self.method.calibration != "none" else None
                 packed, block_scale, factor = quantize_weight(
-                    matrix, self.format, self.method.name, calibration=nothing
+                    matrix, format, self.method.name, calibration=nothing
                 )
         except (RuntimeError, ValueError) as error:
             names = " and ".join(map(str, part.infos))
@@ -584,7 +569,9 @@ class _Pipeline:
         return Codes(packed.cpu(), block_scale.cpu(), global_scale)
 
 
-def _encode(unit: Unit, codes: list[Codes], dialect: Dialect) -> Iterator[tuple[str, Tensor]]:
+def _encode(unit: Unit, codes: list[Codes]) -> Iterator[tuple[str, Tensor]]:
+    dialect = unit.dialect
+    assert dialect is not None
     if dialect.stacked:
         scales = torch.stack([c.block_scale.view(torch.uint8) for c in codes])
         whole = Codes(torch.stack([c.packed for c in codes]), scales.view(codes[0].block_scale.dtype), None)
@@ -615,21 +602,17 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
     for file in sorted(folder.path.iterdir()):
         if file.is_file() and file.name not in skip and not file.name.endswith(_WEIGHTS):
             shutil.copyfile(file, to / file.name)
-    dense = sorted(
-        n.removesuffix(".weight") for n in folder.tensors if is_linear(folder, n) and n not in plan.outside
-    )
     own = {key: value for key, value in folder.config.items() if key != "compression_config"}
     if text := own.get("text_config"):
         own["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
-    targets = [EXPERTS_TARGET, *(n.removesuffix(".weight") for n in plan.outside)]
-    config = {**own, "quantization_config": describe(plan.dialect, targets, dense)}
+    config = {**own, "quantization_config": plan.stored}
     write_json(to / "config.json", config)
     progress.file.unlink()
     before = sum(t.nbytes for t in folder.tensors.values())
     return ConvertReport(
         to,
-        plan.format.name,
-        plan.dialect.name,
+        plan.format,
+        " and ".join(dict.fromkeys(d.name for d in plan.dialects.values())),
         plan.matrices,
         len(folder.files),
         progress.resumed,
@@ -637,5 +620,5 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
         after,
         layers.unseen if layers else 0,
         plan.matrices - len(layers) if layers else 0,
-        len(plan.outside),
+        Counter(plan.outside.values()),
     )

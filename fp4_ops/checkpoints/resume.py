@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from ..outside_experts import Kind
 from .files import CheckpointError, read_header, read_json, write_json
 from .folder import Folder
 
@@ -26,7 +27,7 @@ class Progress:
         method: str,
         calibration: Tensor | None,
         batch: int,
-        kinds: Collection[str] = (),
+        outside: Mapping[Kind, str],
     ) -> None:
         stats = {folder.name(f): f.stat() for f in folder.files}
         self.folder, self.to, self.file = folder, to, to / PROGRESS
@@ -35,8 +36,8 @@ class Progress:
             "format": format,
             "method": method,
         }
-        if kinds:
-            self.job["outside the experts"] = list(kinds)
+        if outside:
+            self.job["outside the experts"] = dict(outside)
         if calibration is not None:
             text = hashlib.sha256(calibration.contiguous().numpy().tobytes()).hexdigest()
             self.job["calibration"] = {"tokens": text, "shape": list(calibration.shape), "batch": batch}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,38 +42,45 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
         for attribute, w in m._parameters.items()
         if isinstance(w, FP4Tensor) and w.dim() == 3
     }
-    formats = (
-        {m.format for m in packed.values()}
-        | {w.format for w in stacks.values()}
-        | {w.format for w in linears.values()}
-    )
-    if len(formats) != 1:
-        formats_held = " and ".join(sorted(formats)) or "no 4-bit weights"
-        raise ValueError(
-            f"fp4: the model holds {formats_held}; it must hold one format to be saved. Give prepare "
-            "one format for everything"
-        )
-    config: Any = model.config
-    k = (
-        {m.k for m in packed.values()}
-        | {w.k for w in stacks.values()}
-        | {w.shape[-1] for w in linears.values()}
-    )
-    dialect = writing_dialect(formats.pop(), getattr(config, "model_type", None), k)
+    if not (packed or stacks or linears):
+        raise ValueError("fp4: the model holds no 4-bit weights; call fp4_ops.prepare first")
+    experts: dict[str, PackedWeight | FP4Tensor] = {**packed, **stacks}
+    dialects = _dialects(model, experts, linears)
 
     ours = tuple(f"{n}." for n in (*packed, *once)) + tuple(stacks) + tuple(f"{n}.weight" for n in linears)
     state = {name: t for name, t in model.state_dict().items() if not name.startswith(ours)}
     names = stored_names(model)
     for name, weight in packed.items():
-        state.update(_experts(name, weight.in_layout("plain"), dialect, names))
+        state.update(_experts(name, weight.in_layout("plain"), dialects[weight.format], names))
     for name, stack in stacks.items():
-        state.update(_experts(name, stack.prepack("plain")._operands(), dialect, names))
+        state.update(_experts(name, stack.prepack("plain")._operands(), dialects[stack.format], names))
     for name, matrix in linears.items():
-        state.update(encode(name, _codes(*matrix.prepack("plain")._operands()), dialect))
+        state.update(encode(name, _codes(*matrix.prepack("plain")._operands()), dialects[matrix.format]))
 
     dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears]
-    targets = ([EXPERTS_TARGET] if packed or stacks else []) + list(linears)
-    return state, describe(dialect, targets, dense)
+    targets: dict[str, list[str]] = {format: [] for format in dialects}
+    of_one = len({weight.format for weight in experts.values()}) == 1
+    for name, of in experts.items():
+        own = EXPERTS_TARGET if of_one else rf"re:.*{re.escape(name.rpartition('.')[0])}\.\d+\..*"
+        if own not in targets[of.format]:
+            targets[of.format].append(own)
+    for name, matrix in linears.items():
+        targets[matrix.format].append(name)
+    return state, describe([(dialects[format], names) for format, names in targets.items()], dense)
+
+
+def _dialects(
+    model: Any, experts: Mapping[str, PackedWeight | FP4Tensor], linears: Mapping[str, FP4Tensor]
+) -> dict[str, Dialect]:
+    """Returns the dialect in which each format of a model is written. The experts' formats come first."""
+    k: dict[str, set[int]] = {}
+    for weight in experts.values():
+        k.setdefault(weight.format, set()).add(weight.k)
+    for matrix in linears.values():
+        k.setdefault(matrix.format, set()).add(matrix.shape[-1])
+    alone = not linears and len(k) == 1  # a folder in GPT-OSS's own dialect holds nothing else
+    family = getattr(model.config, "model_type", None)
+    return {format: writing_dialect(format, family, sizes, alone) for format, sizes in k.items()}
 
 
 def _codes(packed: Tensor, block_scale: Tensor, global_scale: Tensor | None) -> Codes:

@@ -467,12 +467,21 @@ def test_a_prepared_model_is_saved_and_loaded(family, format, tmp_path):
     assert torch.equal(logits(third, ids), logits(second, ids))
 
 
-def test_models_that_hold_two_formats_are_not_saved(tmp_path):
-    model = build("mixtral", torch.bfloat16, "grouped_mm")
-    fp4_ops.prepare(model.model.layers[0], "mxfp4")
-    fp4_ops.prepare(model, "nvfp4")
-    with pytest.raises(ValueError, match="the model holds mxfp4 and nvfp4; it must hold one format"):
-        model.save_pretrained(tmp_path)
+@pytest.mark.parametrize("formats", [("mxfp4", "nvfp4"), ("int4_g64", "int4_g32")])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_layers_in_two_formats_are_saved(family, formats, tmp_path):
+    model = tiny(family, inner=128)
+    fp4_ops.prepare(model.model.layers[0], formats[0])
+    fp4_ops.prepare(model, formats[1])
+    want = {name: m.dequantize() for name, m in model.named_modules() if isinstance(m, PackedWeight)}
+    model.save_pretrained(tmp_path)
+    loaded = fp4_ops.load_checkpoint(None, tmp_path)
+    got = {name: m for name, m in loaded.named_modules() if isinstance(m, PackedWeight)}
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert got[name].format == formats["layers.0" not in name], name
+        torch.testing.assert_close(got[name].dequantize(), value, rtol=3e-7, atol=0)
+    assert logits(loaded, tokens(1, 4)).isfinite().all()
 
 
 # --- from_pretrained ---

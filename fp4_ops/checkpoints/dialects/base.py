@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -60,6 +61,9 @@ class Dialect(ABC):
     code_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8)
     """Dtypes of the tensor of codes. An int32 holds eight codes."""
     codes_per_byte: int = 2
+    targets: tuple[str, ...] = ()
+    """Weights of this dialect, where names and dtypes do not tell several dialects of a folder apart: names,
+    "re:" and a regular expression, or classes of layers."""
 
     @property
     def is_dense(self) -> bool:
@@ -229,7 +233,8 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
         if not possible:
             continue
         # Where several name their codes alike, the dtype of the scales beside them tells.
-        dialect = next((d for d in possible if _has_scales(d, info, tensors)), possible[0])
+        fitting = [d for d in possible if _has_scales(d, info, tensors)] or possible
+        dialect = max(fitting, key=lambda d: _names(d, info))  # the first of those that name it best
         base = dialect.base(info.name)
         assert base is not None
         if other := next((base + s for s in dialect.forbidden if base + s in tensors), None):
@@ -251,6 +256,17 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
                     f"fp4: {info} has no {dialect.name} codes beside it: {why}. {INCOMPLETE}"
                 )
     return found
+
+
+def _names(dialect: Dialect, packed: TensorInfo) -> int:
+    """Return how closely the dialect's targets name a weight: 2 by name, 1 by the class of a layer, 0 not."""
+    base = dialect.base(packed.name)
+    assert base is not None
+    by_name = (
+        re.match(target[3:], base) if target.startswith("re:") else target == base
+        for target in dialect.targets
+    )
+    return 2 if any(by_name) else int("Linear" in dialect.targets)
 
 
 def _has_scales(dialect: Dialect, packed: TensorInfo, tensors: dict[str, TensorInfo]) -> bool:

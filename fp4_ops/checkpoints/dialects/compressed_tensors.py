@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...meta.formats import FORMATS
 from ..files import CheckpointError
 from .base import Dialect
 from .fp4 import FP4Dialect
@@ -68,19 +69,31 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
     groups = list((config.get("config_groups") or {}).values()) or [{}]
     # A group that quantises no weights is about activations or the cache.
     groups = [g for g in groups if g.get("weights") or g.get("format") or len(groups) == 1]
-    found: dict[str, Dialect] = {}
+    found: dict[str, list[Dialect]] = {}
     for group in groups:
         weights = group.get("weights") or {}
         named = whole if whole != "mixed-precision" else None
         dialect = _dialect(group.get("format") or named or _format_of(weights), weights, where)
-        if found.setdefault(dialect.name, dialect) != dialect:
-            raise _unknown(where, f"{dialect.name} weights of several group sizes")
-    codes = [d for d in found.values() if d.packed == ".weight" and torch.int8 in d.code_dtypes]
-    if len(codes) > 1:
+        targets = tuple(map(str, group.get("targets") or ()))
+        found.setdefault(dialect.name, []).append(replace(dialect, targets=targets))
+    dialects = [dialect for alike in found.values() for dialect in _told_apart(alike, where)]
+    codes = [d for d in dialects if d.packed == ".weight" and torch.int8 in d.code_dtypes]
+    if len({d.name for d in codes}) > 1:
         raise _unknown(
             where, f"{' and '.join(d.name for d in codes)} weights, which the files do not tell apart"
         )
-    return tuple(found.values())
+    return tuple(dialects)
+
+
+def _told_apart(alike: list[Dialect], where: str) -> list[Dialect]:
+    """Return one dialect for groups that differ in their targets alone, or, of int4 in several group sizes,
+    one for each, with its targets."""
+    plain = list(dict.fromkeys(replace(dialect, targets=()) for dialect in alike))
+    if len(plain) == 1:
+        return plain
+    if not all(d.format in FORMATS and d.targets for d in alike):
+        raise _unknown(where, f"{alike[0].name} weights of several kinds that no targets tell apart")
+    return alike
 
 
 def _format_of(weights: dict[str, Any]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,8 +17,13 @@ from .gpt_oss import GPT_OSS_MXFP4
 from .int4 import OFFSET, Int4Dialect
 
 
-def writing_dialect(format: str, model_type: str | None, k: Iterable[int]) -> Dialect:
-    """The dialect that is written: compressed-tensors', or GPT-OSS's own where its blocks divide every K.
+def writing_dialect(
+    format: str, model_type: str | None, k: Iterable[int], experts_alone: bool = True
+) -> Dialect:
+    """Return the dialect that is written for weights in one format.
+
+    It is compressed-tensors', or GPT-OSS's own where its blocks divide every K. GPT-OSS's holds experts
+    alone, so a folder with other weights in 4 bits (`experts_alone=False`) does not have it.
 
     Raises ValueError for int4 with a K that `pack-quantized` cannot hold: readers divide a row into groups of
     one size.
@@ -32,7 +37,8 @@ def writing_dialect(format: str, model_type: str | None, k: Iterable[int]) -> Di
                 f"{block}"
             )
         return replace(PACK_INT4, format=format, group=block)
-    if model_type == "gpt_oss" and format == "mxfp4" and all(n % block == 0 for n in k):
+    own = model_type == "gpt_oss" and format == "mxfp4" and all(n % block == 0 for n in k)
+    if own and experts_alone:
         return GPT_OSS_MXFP4
     return {"nvfp4": NVFP4_PACK, "mxfp4": MXFP4_PACK}[format]
 
@@ -40,13 +46,27 @@ def writing_dialect(format: str, model_type: str | None, k: Iterable[int]) -> Di
 EXPERTS_TARGET = r"re:.*experts\.\d+\..*"
 
 
-def describe(dialect: Dialect, targets: list[str], ignore: list[str]) -> dict[str, Any]:
-    """The `quantization_config` that says how a folder in one of the dialects that are written is stored.
+def describe(groups: Sequence[tuple[Dialect, list[str]]], ignore: list[str]) -> dict[str, Any]:
+    """Return the `quantization_config` of a folder in the dialects that are written.
 
-    targets, ignore: names of linear layers, or "re:" and a regular expression, that are in 4 bits or not.
+    groups: for each dialect its targets: names of linear layers, or "re:" and a regular expression.
+    ignore: the linear layers that are not in 4 bits.
     """
-    if dialect.stacked:
+    if any(dialect.stacked for dialect, _ in groups):
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
+    names = {dialect.name for dialect, _ in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": names.pop() if len(names) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{i}": _group(*group) for i, group in enumerate(groups)},
+        "ignore": ignore,
+        "kv_cache_scheme": None,
+    }
+
+
+def _group(dialect: Dialect, targets: list[str]) -> dict[str, Any]:
+    """Return the entry of `config_groups` for the weights in one dialect."""
     format = FORMATS[dialect.format]
     is_int = isinstance(dialect, Int4Dialect)
     weights = {
@@ -59,14 +79,12 @@ def describe(dialect: Dialect, targets: list[str], ignore: list[str]) -> dict[st
     }
     if not is_int:
         weights["scale_dtype"] = "torch.float8_e4m3fn" if format.has_global_scale else "torch.uint8"
-    group = {"targets": targets, "weights": weights, "input_activations": None, "output_activations": None}
     return {
-        "quant_method": "compressed-tensors",
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
         "format": dialect.name,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": {**group, "format": dialect.name}},
-        "ignore": ignore,
-        "kv_cache_scheme": None,
     }
 
 
