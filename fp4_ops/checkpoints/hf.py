@@ -35,8 +35,10 @@ from .dialects import (
     dialects_of,
     holds_fp4,
     is_eight_bits,
+    needs_older,
     quantization_config,
     stored_config,
+    with_older,
 )
 from .families import register_families
 from .files import OTHER_MODEL, CheckpointError, TensorInfo, read_json
@@ -438,7 +440,7 @@ def _with_all_it_says() -> Any:
         stored = quantization_config(config) if config else None
         if stored is not None and (config.get("quantization_config") or config.get("compression_config")):
             config["quantization_config"] = _named(stored)
-        elif config and stored is None:
+        if config and needs_older(stored):
             where = {
                 k: kwargs[k] for k in ("cache_dir", "token", "revision", "local_files_only") if k in kwargs
             }
@@ -448,7 +450,8 @@ def _with_all_it_says() -> Any:
                 **{f"_raise_exceptions_for_{k}": v for k, v in raises.items()},
             )  # fmt: skip
             if file is not None:
-                config["quantization_config"] = {**read_json(Path(file)), "quant_method": "modelopt"}
+                older = read_json(Path(file))
+                config["quantization_config"] = {**with_older(stored, older), "quant_method": "modelopt"}
         return config, rest
 
     get_config_dict._fp4_original = original  # type: ignore[attr-defined]

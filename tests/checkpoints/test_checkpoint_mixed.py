@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,4 +142,82 @@ def test_scaled_inputs_are_refused(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     save_tensors(tmp_path, tensors | {name: torch.ones(64)})
     with pytest.raises(CheckpointError, match=rf"{name} .*scales the inputs .*Export the checkpoint with"):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
+LAYERS = {"q_proj": "FP8", "k_proj": "FP8_BLOCK_SCALES", "v_proj": "NVFP4", "o_proj": None}
+
+
+def write_layers(path: Path) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
+    """A folder of ModelOpt's with a format for each layer: FP8 with one scale, FP8 in blocks of 16 whose
+    scales have DeepSeek's name, NVFP4, and none."""
+    model, four, eight = write_mixed(path, "modelopt", "tensor")
+    tensors, layers = load_file(path / "model.safetensors"), {}
+    for name in eight.copy():
+        base, algorithm = name.removesuffix(".weight"), LAYERS[name.split(".")[-2]]
+        layers[base] = {"quant_algo": algorithm}
+        if algorithm == "FP8":
+            continue
+        del eight[name]
+        for suffix in (".weight", ".weight_scale", ".input_scale"):
+            del tensors[base + suffix]
+        n, k = model.get_parameter(name).shape
+        if algorithm == "NVFP4":
+            layers[base]["group_size"] = 16
+            new, four[name] = WRITERS["modelopt-nvfp4"](base, n, k, 2.0**-9)
+            tensors |= new
+        elif algorithm is None:
+            tensors[name] = model.get_parameter(name).detach().clone()
+        else:
+            layers[base]["group_size"] = 16
+            scale = torch.rand(-(-n // 16), -(-k // 16)) * 1e-3 + 1e-4
+            tensors[name] = torch.randn(n, k).mul(40).to(torch.float8_e4m3fn)
+            tensors[base + ".weight_scale_inv"] = scale
+            blocks = scale.double().repeat_interleave(16, 0)[:n].repeat_interleave(16, 1)[:, :k]
+            eight[name] = tensors[name].double() * blocks
+    save_tensors(path, tensors)
+    edit_json(path / "config.json", lambda c: c["quantization_config"]["quantized_layers"].update(layers))
+    return model, four, eight
+
+
+@HOW
+@pytest.mark.parametrize("where", ["config", "both", "older"])
+def test_a_format_for_each_layer(where, how, registered, tmp_path):
+    """Exports before 0.40 list the layers in hf_quant_config.json alone, and name their library."""
+    original, four, eight = write_layers(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    older = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": "FP8"}
+    older["quantized_layers"] = stored["quantized_layers"]
+    if where != "config":
+        producer = {"name": "modelopt", "version": "0.39.0"}
+        text = json.dumps({"producer": producer, "quantization": older})
+        (tmp_path / "hf_quant_config.json").write_text(text)
+    if where == "older":
+        stored = {"ignore": [], "quant_algo": "MIXED_PRECISION", "kv_cache_scheme": "FP8",
+                  "producer": producer, "quant_library": "modelopt"}  # fmt: skip
+        edit_json(tmp_path / "config.json", lambda c: c.update(quantization_config=stored))
+    model = loaded(tmp_path, how)
+    assert_holds(model, four)
+    for name, p in model.named_parameters():
+        if name not in four:
+            want = eight[name].to(BF16) if name in eight else original.get_parameter(name)
+            assert torch.equal(p, want), name
+    assert logits(model, tokens(1, 5)).isfinite().all()
+
+
+def test_mixed_precision_without_its_layers_is_named(tmp_path):
+    write_layers(tmp_path)
+    edit_json(tmp_path / "config.json", lambda c: c["quantization_config"].pop("quantized_layers"))
+    with pytest.raises(CheckpointError, match=r"no quantized_layers.*put the export's hf_quant_config.json"):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
+def test_another_algorithm_of_one_layer_is_named(tmp_path):
+    write_layers(tmp_path)
+    name = "model.layers.0.self_attn.q_proj"
+    edit_json(
+        tmp_path / "config.json",
+        lambda c: c["quantization_config"]["quantized_layers"][name].update(quant_algo="W4A8_AWQ"),
+    )
+    with pytest.raises(CheckpointError, match=rf"quant_algo 'W4A8_AWQ' for {name}; those that can be read"):
         fp4_ops.load_checkpoint(None, tmp_path)

@@ -22,10 +22,12 @@ from .base import (
     Dialect,
     Read,
     StoredWeight,
+    needs_older,
     quantization_config,
     scale_dtype,
     stored_config,
     stored_weights,
+    with_older,
 )
 from .int4 import ASYMMETRIC, OUT_OF_ORDER
 from .writing import EXPERTS_TARGET, describe, encode, writing_dialect
@@ -46,10 +48,12 @@ __all__ = [
     "encode",
     "holds_fp4",
     "is_eight_bits",
+    "needs_older",
     "quantization_config",
     "scale_dtype",
     "stored_config",
     "stored_weights",
+    "with_older",
     "writing_dialect",
 ]
 

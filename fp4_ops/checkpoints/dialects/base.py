@@ -211,7 +211,28 @@ def stored_config(path: Path) -> dict[str, Any] | None:
     """
     stored = quantization_config(read_json(path / "config.json"))
     older = path / "hf_quant_config.json"
-    return read_json(older) if stored is None and older.exists() else stored
+    if not needs_older(stored) or not older.exists():
+        return stored
+    return with_older(stored, read_json(older))
+
+
+def needs_older(stored: dict[str, Any] | None) -> bool:
+    """Return whether ModelOpt's hf_quant_config.json must say what config.json does not.
+
+    Exports before 0.40 with mixed precision list their layers there alone.
+    """
+    if stored is None:
+        return True
+    return stored.get("quant_algo") == "MIXED_PRECISION" and not stored.get("quantized_layers")
+
+
+def with_older(stored: dict[str, Any] | None, older: dict[str, Any]) -> dict[str, Any]:
+    """Return a folder's quantization_config with what its hf_quant_config.json adds."""
+    if stored is None:
+        return older
+    inner = older.get("quantization")
+    layers = inner.get("quantized_layers") if isinstance(inner, dict) else None
+    return {**stored, "quantized_layers": layers} if layers else stored
 
 
 def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) -> dict[str, StoredWeight]:

@@ -79,11 +79,14 @@ MODELOPT_FP8_FUSED = replace(
     MODELOPT_FP8, name="modelopt-fp8-fused", packed="", block_scale="_weight_scale", stacked=True,
     unused=("_input_scale",), forbidden=(),
 )  # fmt: skip
+# Exports that take weights in FP8 over from DeepSeek-like folders keep their name for the scale.
+MODELOPT_FP8_BLOCKS = replace(MODELOPT_FP8, name="modelopt-fp8-blocks", block_scale=".weight_scale_inv")
 _NVFP4 = (MODELOPT_NVFP4, MODELOPT_NVFP4_FUSED)
 _W4A8_NVFP4 = (MODELOPT_W4A8_NVFP4, MODELOPT_W4A8_NVFP4_FUSED)
 _MXFP4 = (MODELOPT_MXFP4, MODELOPT_MXFP4_FUSED)
 _FP8 = (MODELOPT_FP8, MODELOPT_FP8_FUSED)
-DIALECTS: tuple[Dialect, ...] = (*_NVFP4, *_W4A8_NVFP4, *_MXFP4, *_FP8)
+_FP8_BLOCKS = (*_FP8, MODELOPT_FP8_BLOCKS)
+DIALECTS: tuple[Dialect, ...] = (*_NVFP4, *_W4A8_NVFP4, *_MXFP4, *_FP8_BLOCKS)
 
 _ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
     "NVFP4": _NVFP4,
@@ -93,10 +96,14 @@ _ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
     "W4A8_MXFP4_FP8": _MXFP4,
     "FP8": _FP8,
     "FP8_PER_CHANNEL_PER_TOKEN": _FP8,
-    "FP8_PB_WO": _FP8,
+    "FP8_PB_WO": _FP8_BLOCKS,
+    "FP8_BLOCK_SCALES": _FP8_BLOCKS,
     "MXFP8": _FP8,
 }
 """`quant_algo` to the dialects of its weights. Those with AWQ scale the inputs, too: nothing here does."""
+
+_IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
+"""Algorithms with a scale for each square of `group_size` rows and columns (128 if the config names none)."""
 
 _SCALED = is_set("it scales the inputs of layers, which no operator does")
 _REFUSED = {
@@ -107,8 +114,8 @@ _REFUSED = {
 KEYS = Keys(
     "ModelOpt",
     ("quant_method", "quant_algo", "quantization", "quantized_layers", "config_groups"),
-    ("ignore", "exclude_modules", "producer", "kv_cache_scheme", "kv_cache_quant_algo", "group_size",
-     "version"),
+    ("ignore", "exclude_modules", "producer", "quant_library", "kv_cache_scheme", "kv_cache_quant_algo",
+     "group_size", "version"),
     _REFUSED,
 )  # fmt: skip
 LAYER_KEYS = Keys("ModelOpt", ("quant_algo",), ("group_size",), _REFUSED)
@@ -134,19 +141,20 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
             GROUP_KEYS.check(own, where, of)
     if algorithm == "MIXED_PRECISION":
         layers = config.get("quantized_layers") or inner.get("quantized_layers") or {}
-        named = {name: (layer or {}).get("quant_algo") for name, layer in layers.items()}
-        if not named:
+        if not layers:
             raise CheckpointError(
                 f"fp4: {where} has ModelOpt's quant_algo 'MIXED_PRECISION' and no quantized_layers, which "
-                "say what each layer is in; take them from the export's hf_quant_config.json"
+                "say what each layer is in; put the export's hf_quant_config.json, which has them, beside it"
             )
     else:
-        named = {"": algorithm}
+        layers = {"": {**(inner if isinstance(inner, dict) else {}), **config, "quant_algo": algorithm}}
     found: dict[str, Dialect] = {}
-    for layer, name in named.items():
+    sizes = set()
+    for layer, own in layers.items():
+        name = (own or {}).get("quant_algo")
         name = str(name).upper() if name else name  # 0.47 writes "mxfp4"
         if name not in _ALGORITHMS:
-            if name is None and layer:
+            if name in (None, "NONE") and layer:
                 continue  # a layer that is as it was
             of = f" for {layer}" if layer else ""
             raise CheckpointError(
@@ -155,4 +163,13 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
                 "quantise the original weights with `python -m fp4_ops quantize`"
             )
         found |= {d.name: d for d in _ALGORITHMS[name]}
-    return tuple(found.values())
+        if name in _IN_BLOCKS and own.get("group_size"):
+            sizes.add(own["group_size"])
+    if len(sizes) > 1:
+        raise CheckpointError(
+            f"fp4: {where} has FP8 weights in blocks of {' and '.join(map(str, sorted(sizes)))}; they must "
+            "have one size. Export the layers with the same one"
+        )
+    size = sizes.pop() if sizes else 128
+    blocks = (size, size)
+    return tuple(replace(d, blocks=blocks) if isinstance(d, EightBits) else d for d in found.values())
