@@ -30,7 +30,7 @@ double weight_bytes(const Product& p) { return 0.5 + 1.0 / p.block; }
 
 // Expected chunks of a group whose rows are Poisson distributed.
 double chunks_by_chance(double mean) {
-  if (mean > 8 * kChunk)  // the last chunk is as often short by one row as by any other number
+  if (mean > 8 * kChunk)  // the last chunk is short by any number of rows equally often
     return mean / kChunk + (kChunk - 1) / (2.0 * kChunk);
   double p = std::exp(-mean), expected = 0;
   for (int rows = 1; rows < 20 * kChunk; ++rows) {
@@ -40,7 +40,7 @@ double chunks_by_chance(double mean) {
   return expected;
 }
 
-// Whether decode, which takes `us`, is chosen before prefill.
+// Returns whether decode is chosen: `us` is its time, `other_us` that of prefill.
 bool first(double us, double other_us) {
   switch (only_runs.load()) {
     case Only::kDecode:
@@ -53,13 +53,15 @@ bool first(double us, double other_us) {
   }
 }
 
-// Whether gemv multiplies the rows, each one of x, where decode would.
+// Returns gemv's configuration if gemv replaces decode for these rows. Each row of the output reads a row of
+// x.
 std::optional<GemvConfig> gemv_for(const Product& p, const Gpu& gpu) {
   const auto config = configure_gemv(p.routing, p.rows, p.rows, p.n, p.kp, false, gpu);
   const Only only = only_runs.load();
   if (!config || only == Only::kDecode) return std::nullopt;
-  // Up to there gemv is faster alone, and up to the second number in a block's products, or where decode goes
-  // over K several times: decode has more weights on their way.
+  // Up to gemv_units_alone, gemv is faster for a single product. Up to gemv_units it is faster in the
+  // products of a block, and if decode makes several passes over K. Above that decode is faster, because it
+  // has more weights in flight.
   const PlannerConstants& fitted = constants_of(gpu);
   if (only == Only::kGemv || config->units() <= fitted.gemv_units_alone) return config;
   if (config->units() > fitted.gemv_units) return std::nullopt;
@@ -72,7 +74,8 @@ bool decodes(const Product& product, Kernel kernel, const Gpu& gpu) {
   return first(decode_us(product, kernel, gpu), prefill_us(product, kernel, gpu) + sort);
 }
 
-// Whether decode runs both products; in 'auto' prefill would have fp8 rows, and decode those given.
+// Returns whether decode runs both products. With a_format 'auto', prefill quantises rows to fp8, and decode
+// reads the given rows.
 bool block_decodes(const Block& block, const Gpu& gpu) {
   if (block.int4) return false;
   const Kernel exact = block.bf16 ? Kernel::kBf16 : Kernel::kHalf;
@@ -93,8 +96,8 @@ bool block_decodes(const Block& block, const Gpu& gpu) {
   return first(decode_all, prefill_all);
 }
 
-// gemv runs both products of a block, the second of which combines its rows, or none. One of them beside
-// decode would be slower: the multiprocessors change over between them.
+// gemv runs both products of a block, or none; the second one combines its rows. One product by gemv and one
+// by decode would be slower, because the multiprocessors must change between the kernels.
 void plan_block_gemv(const Block& block, const Gpu& gpu, BlockPlan& plan) {
   const Product &up = block.up, &down = block.down;
   const int tokens = (up.rows + block.top_k - 1) / block.top_k;
@@ -111,7 +114,8 @@ void plan_block_gemv(const Block& block, const Gpu& gpu, BlockPlan& plan) {
 }
 
 DecodeConfig decode_config(const Product& p, const Gpu& gpu) {
-  return choose_decode(p.all_rows(), p.groups, p.n, p.kp, gpu).value();  // that decode can run
+  return choose_decode(p.all_rows(), p.groups, p.n, p.kp, gpu)
+      .value();  // only for products that decode can run
 }
 
 ProductPlan make_plan(Product product, Kernel kernel, const Gpu& gpu) {
@@ -134,7 +138,8 @@ BlockPlan make_plan(const Block& block, const Gpu& gpu) {
   return plan;
 }
 
-// What was decided for these numbers. A process that draws new sizes without end begins anew now and then.
+// A cache of decisions. It is cleared when it is full, for the sake of processes that never stop to bring new
+// sizes.
 template <size_t n, class Value>
 class Decided {
  public:
@@ -200,7 +205,7 @@ double decode_us(const Product& p, Kernel kernel, const Gpu& gpu) {
   const auto work = decode_work(p, gpu);
   if (!work) return std::numeric_limits<double>::infinity();
   const PlannerConstants& fitted = constants_of(gpu);
-  // A family that runs on GPUs of many rates has a share of the memory's.
+  // A family for many kinds of GPUs has no measured rate, only a share of the memory's rate.
   const double measured = fitted.decode_rate[int(kernel)];
   const double rate = measured > 0 ? measured : fitted.decode_share * gpu.copy_rate / weight_bytes(p);
   const double time = work->weights / rate * std::pow(work->passes, fitted.pass_power);

@@ -9,11 +9,12 @@
 
 namespace fp4::cuda {
 
-// What the activations of a product are for its kernels: 16-bit rows with weights in layout sm90 or
-// mma_bf16, or fp8 rows.
+// The activations of a product and the layout of its weights. kFp8: fp8 rows. kHalf and kBf16: 16-bit rows,
+// with weights in layout sm90 (kHalf) or mma_bf16 (kBf16).
 enum class Kernel : int { kFp8, kHalf, kBf16 };
 
-// `rows` activation rows, of each group where the routing is masked, times [groups, n, kp].
+// A product of `rows` activation rows and weights [groups, n, kp]. If the routing is masked, each group has
+// `rows` rows.
 struct Product {
   Routing routing;
   int groups, rows, n, kp;
@@ -35,27 +36,29 @@ struct Block {
   Product up, down;
   int top_k;
   bool bf16;         // the weights are in layout mma_bf16
-  bool int4;         // or in sm90_int4
+  bool int4;         // the weights are in layout sm90_int4
   int a_format;      // an AFormat of common/formats.h
-  int expected = 0;  // of the rows, those whose expert is here, where others' are masked; 0: all
+  int expected = 0;  // rows whose expert is here, if the others are masked; 0: all
 };
 
-// Of the name of an AFormat.
+// Returns the number of the AFormat of this name. Throws std::invalid_argument if there is none.
 int index_of(std::string_view a_format);
 
 struct BlockPlan {
-  bool few = false;   // decode or gemv runs both products, else prefill
-  bool gemv = false;  // gemv runs both, and combines
+  bool few = false;   // decode or gemv runs both products; else prefill does
+  bool gemv = false;  // gemv runs both products, and combines the rows
   ProductPlan up, down;
 };
 
-// Routing by id is sorted for prefill and for decode of more than kMaxIds rows.
+// Make the plan of a product or a block. Rows that are routed by id are sorted for prefill, and for decode if
+// they are more than kMaxIds.
 ProductPlan plan(const Product& product, Kernel kernel, const Gpu& gpu);
 BlockPlan plan(const Block& block, const Gpu& gpu);
 
-// What the models are of, for a fit of their constants. decode: weights that are read, passes over K, values
-// of rows beyond an expert's first; nothing where it cannot run. prefill: what the kernels' own model says;
-// whether multiprocessors share tiles; 16-bit values that are put in order.
+// The inputs of the cost models, from which their constants are fitted. decode: weights that are read; passes
+// over K; values of rows beyond an expert's first. prefill: the time that the kernels' own model predicts; 1
+// if multiprocessors share tiles; 16-bit values that are put in order. decode_work is empty if decode cannot
+// run.
 struct DecodeWork {
   double weights, passes, values;
 };
@@ -65,22 +68,22 @@ struct PrefillWork {
 std::optional<DecodeWork> decode_work(const Product& product, const Gpu& gpu);
 PrefillWork prefill_work(const Product& product, Kernel kernel, const Gpu& gpu);
 
-// What the models say, in microseconds; infinite where decode cannot run.
+// The times that the models predict, in microseconds. decode_us is infinite if decode cannot run.
 double decode_us(const Product& product, Kernel kernel, const Gpu& gpu);
 double prefill_us(const Product& product, Kernel kernel, const Gpu& gpu);
 device::Choice prefill_choice(const Product& product, device::PrefillKernel kernel, const Gpu& gpu);
 
 using device::PrefillKernel;
 
-// Of e2m1 weights with a scale for so many K; of Kernel::kBf16 that for bf16 rows, whose times those of fp16
-// are taken to be.
+// Returns the prefill kernel for e2m1 weights with a scale for `block` K. Kernel::kBf16 also covers fp16
+// rows; their times are taken to be those of bf16 rows.
 inline PrefillKernel prefill_kernel(Kernel kernel, int block) {
   constexpr PrefillKernel kOf[3][2] = {{PrefillKernel::kFp8, PrefillKernel::kFp8B32},
                                        {PrefillKernel::kHalf, PrefillKernel::kHalfB32},
                                        {PrefillKernel::kBf16, PrefillKernel::kBf16B32}};
   return kOf[int(kernel)][block == 32];
 }
-// Of int4 weights.
+// Returns the prefill kernel for int4 weights.
 inline PrefillKernel prefill_int4_kernel(int block) {
   return block == 128  ? PrefillKernel::kInt4
          : block == 64 ? PrefillKernel::kInt4G64
@@ -91,8 +94,8 @@ inline bool prefill_takes(Routing routing) {
 }
 device::RowMode row_mode(Routing routing);
 
-// For tests and measurements: whatever the models say, decode, or gemv and decode, wherever they can run, or
-// prefill.
+// For tests and measurements: overrules the models. kDecode: decode wherever it can run. kGemv: gemv or
+// decode wherever they can run. kPrefill: always prefill.
 enum class Only : int { kAny, kDecode, kGemv, kPrefill };
 void set_only(Only only);
 

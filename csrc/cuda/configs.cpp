@@ -11,7 +11,7 @@ namespace {
 
 using namespace device;
 
-constexpr int kSchedulers = 4;  // of an SM: 12 warps are faster than 15 where they have few row tiles
+constexpr int kSchedulers = 4;  // of an SM. With few row tiles, 12 warps are faster than 15
 constexpr int kMaxPasses = 8;
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -23,20 +23,20 @@ int DecodeConfig::shared_bytes() const {
   return whole_kilobytes(sizeof(DecodeShared)) + decode_bytes(*this, ids);
 }
 
-// How busy the warps are, if nothing else counted; each pass but the first costs a quarter.
+// Rates a split: the share of warps that have work, less a quarter for each pass after the first.
 double DecodeConfig::value(int kp) const {
   const int warps = k_warps * row_warps,
             most = warps <= kFewComputeWarps ? kFewComputeWarps : kManyComputeWarps;
   return double(ceil_div(kp, kSliceK)) / (passes * k_warps) * warps / most - (passes - 1) / 4.0;
 }
 
-// Without the last of several row warps where that gives all schedulers the same number of warps.
+// Returns the split with one row warp less, if all schedulers then have the same number of warps.
 DecodeConfig DecodeConfig::balanced() const {
   const int uneven = k_warps * row_warps % kSchedulers;
   return {k_warps, uneven > 0 && uneven == k_warps ? row_warps - 1 : row_warps, passes, ring, ids};
 }
 
-// A short ring only where the long one does not fit: Hopper has no kernels for it.
+// The ring is short only if the long one does not fit. Hopper has no kernels for the short ring.
 std::optional<DecodeConfig> decode_warps_for(int rows, int kp, int compute_warps, const Gpu& gpu) {
   std::optional<DecodeConfig> best;
   const int ids = std::min(rows, kMaxIds);
@@ -56,8 +56,8 @@ double rows_per_expert(int rows, int groups) {
   return rows / (groups * (1 - std::pow(1 - 1.0 / groups, rows)));
 }
 
-// More warps pay where they save a pass, or share K much better (K = 2880 keeps 12 of 16 busy, and 24 of 24)
-// and have enough to do.
+// More warps pay if they share K much better (K = 2880 keeps 12 of 16 warps busy, and 24 of 24), and either
+// save a pass or have many row tiles.
 std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, const Gpu& gpu) {
   const auto few = decode_warps_for(rows, kp, kFewComputeWarps, gpu),
              many = decode_warps_for(rows, kp, kManyComputeWarps, gpu);
@@ -67,7 +67,8 @@ std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, c
   const double row_tiles = rows / std::max(rows_per_expert(rows, groups), 1.0) * n / kTileRows / sms;
   const PlannerConstants& fitted = constants_of(gpu);
   const bool many_tiles =
-      row_tiles >= fitted.many_row_tiles;  // of a block: the longer start of more warps pays
+      row_tiles >=
+      fitted.many_row_tiles;  // in each block: enough to make up for the longer start of more warps
   const bool shares_better = many && many->value(kp) - few->value(kp) > fitted.better_share;
   if (shares_better && (many->passes < few->passes || many_tiles)) return many;
   return many_tiles ? *few : few->balanced();

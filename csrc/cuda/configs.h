@@ -12,8 +12,9 @@ using device::Routing;
 
 inline constexpr int kMaxIds = 2048;  // rows up to which decode sorts expert ids itself
 
-// decode: `k_warps` share K in `passes`, `row_warps` tiles of N a step. `ring`: steps between the warps that
-// compute and those that add up; `ids`: rows whose ids a block keeps.
+// How decode divides a product: `k_warps` warps share K, in `passes` passes, and `row_warps` share N's tiles
+// in each step. `ring`: steps between the warps that compute and those that add up. `ids`: rows whose ids a
+// block keeps.
 struct DecodeConfig {
   int k_warps = 0, row_warps = 0, passes = 0, ring = 4, ids = 0;
 
@@ -23,17 +24,17 @@ struct DecodeConfig {
   bool operator==(const DecodeConfig&) const = default;
 };
 
-// The split of so many warps that keeps most of them busy; nothing where no split fits shared memory. `rows`:
-// of activations in all.
+// Returns the split that keeps the most of `compute_warps` warps busy, or nothing if no split fits shared
+// memory. `rows`: activation rows in all.
 std::optional<DecodeConfig> decode_warps_for(int rows, int kp, int compute_warps, const Gpu& gpu);
 
-// Expected rows of an expert that has any, under uniform routing.
+// Returns the expected rows of an expert that has any, if routing is uniform.
 double rows_per_expert(int rows, int groups);
 
-// The configuration for `rows` activation rows, or nothing where decode cannot run them.
+// Returns the configuration for `rows` activation rows, or nothing if decode cannot run them.
 std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, const Gpu& gpu);
 
-// gemv: each thread block has at most `tiles` row tiles, of `slices` units each.
+// How gemv divides a product: each thread block has at most `tiles` row tiles, of `slices` units each.
 struct GemvConfig {
   int columns = 0, slices = 0, tiles = 0;
 
@@ -42,8 +43,9 @@ struct GemvConfig {
   bool operator==(const GemvConfig&) const = default;
 };
 
-// For `rows` rows, which are `columns` rows of x; nothing where gemv cannot run them, or where they share
-// weights, which it would read for each. `combined`: it adds up the experts of a token.
+// Returns gemv's configuration for `rows` rows of the output, which read `columns` rows of x. Returns nothing
+// if gemv cannot run them, or if they surely share weights: gemv reads these again for each row. `combined`:
+// gemv adds up the experts of a token.
 std::optional<GemvConfig> configure_gemv(Routing routing, int rows, int columns, int n, int kp, bool combined,
                                          const Gpu& gpu);
 

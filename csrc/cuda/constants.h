@@ -8,14 +8,14 @@
 
 namespace fp4::cuda {
 
-// Those that a plan for this GPU uses. They never move.
+// Returns the constants that a plan for this GPU uses. The reference stays valid.
 const PlannerConstants& constants_of(const Gpu& gpu);
 
-// From now on GPUs of this name have these constants for kernels of a family. Returns their number, as
-// Gpu::constants has it.
+// Sets the constants of GPUs of this name, for the kernels of a family. Returns their number for
+// Gpu::constants.
 int add_tuned(const std::string& device, KernelFamily family, const PlannerConstants& constants);
 
-// The number of those that were added last for GPUs of this name; 0 for none.
+// Returns the number of the constants that were added last for GPUs of this name, or 0 if there are none.
 int tuned_for(const std::string& device, KernelFamily family);
 
 }  // namespace fp4::cuda

@@ -9,11 +9,11 @@
 
 namespace fp4::cuda {
 
-// Throws unless a Python process has registered them. `op`: without its namespace; `why`: what has no native
-// kernel.
+// Throws unless Python has registered these operators. `op`: the operator's name without its namespace.
+// `why`: what has no native kernel.
 void require_fallback(std::string_view op, std::string_view why);
 
-// The message of what Python raised in the operator that was called last in this thread.
+// Returns and clears the message of the last error that Python raised in this thread.
 std::string take_fallback_error();
 
 template <class Result = Tensor, class... Arguments>
@@ -29,7 +29,7 @@ Result fallback(const char* op, std::string_view why, const Arguments&... argume
   }
 }
 
-// Of a layout that has no native kernel.
+// Returns the `why` for a layout that has no native kernel.
 inline std::string layout_words(std::string_view layout) { return text("layout is '", layout, "'"); }
 
 }  // namespace fp4::cuda

@@ -11,7 +11,8 @@ int32_t dtype_code(ScalarType dtype) {
   return to<int32_t>(from(dtype));
 }
 
-// Linked by way of libtorch where that is a CUDA build's; looked up where a program links libtorch otherwise.
+// Returns the device's current stream. A CUDA build of libtorch brings the function. If the program's
+// libtorch does not link it, it is looked up in libtorch_cuda.so.
 [[maybe_unused]] void* current_stream(int32_t device) {
   static const auto function = [] {
     auto found = &aoti_torch_get_current_cuda_stream;
@@ -71,12 +72,12 @@ void fail_from_torch(const std::string& what) {
     const char* said = torch_exception_get_what_without_backtrace();
     if (said != nullptr && *said != 0) throw std::runtime_error(said);
   }
-  fail(what, "; torch's own message is on the standard error output");
+  fail(what, "; torch printed its own message to stderr");
 }
 
 void call_stack(const std::string& name, const char* overload, StableIValue* stack) {
   if (torch_call_dispatcher(name.c_str(), overload, stack, TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS)
-    fail_from_torch(text("fp4: ", name, " failed, most often for want of memory (CUDA out of memory.)"));
+    fail_from_torch(text("fp4: ", name, " failed. The most frequent cause is: CUDA out of memory."));
 }
 
 Tensor to_dtype(const Tensor& t, ScalarType dtype) {

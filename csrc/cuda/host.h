@@ -1,4 +1,4 @@
-// Access to torch beside an operator's tensors: device, stream, memory, and other operators.
+// Gives access to torch: device, stream, memory, and other operators.
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -13,8 +13,7 @@
 #include "common/checks.h"
 #include "cuda/library.h"
 
-// The emulator of tests/ compiles these sources with a namespace of its own, for tensors that lie in the
-// host's memory.
+// The emulator of tests/ compiles these sources with a namespace of its own. Its tensors are in host memory.
 #ifdef FP4_EMULATED
 #define FP4_LIBRARY fp4_emulated
 #define FP4_PARTS_LIBRARY fp4_emulated_parts
@@ -27,15 +26,16 @@
 #define FP4_REGISTER(library, key, m) STABLE_TORCH_LIBRARY_IMPL(library, key, m)
 
 extern "C" {
-// Of libtorch_cuda. Weak: in a libtorch without CUDA this library loads too, and no operator of it is called.
+// From libtorch_cuda. It is weak, so that this library also loads with a libtorch without CUDA; its operators
+// are not called then.
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
-// Of torch 2.13 and later: the message of the last error that a function of the stable ABI returned.
+// In torch 2.13 and later: the message of the last error that a function of the stable ABI returned.
 __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 }
 
 namespace fp4::cuda {
 
-// Makes a tensor's device the current one, and knows its kind and current stream.
+// Makes a tensor's device the current one, and holds its kind and its current stream.
 class Here {
  public:
   explicit Here(const Tensor& t);
@@ -46,29 +46,29 @@ class Here {
   int sms() const { return kind_.gpu.sms; }
   void* stream() const { return stream_; }
 
-  // A new tensor there, not initialised.
+  // Returns a new tensor on the device. empty() does not initialise it.
   Tensor empty(std::initializer_list<int64_t> shape, ScalarType dtype) const;
   Tensor zeros(std::initializer_list<int64_t> shape, ScalarType dtype) const;
 
  private:
   int index_ = 0;
   DeviceKind kind_;
-  const Kernels* kernels_ = nullptr;  // of its family, if it has one
+  const Kernels* kernels_ = nullptr;  // of the device's family, if it has one
   void* stream_ = nullptr;
   std::optional<torch::stable::accelerator::DeviceGuard> guard_;
 };
 
 // --- other operators, through the dispatcher ---
 
-// Throws with torch's words, as far as this torch tells them.
+// Throws with torch's message if this torch returns it; else with `what`.
 [[noreturn]] void fail_from_torch(const std::string& what);
 
-// What `name` returns; `count` results, owned, in stack[0 ..].
+// Calls the operator `name`. Its results replace the arguments, from stack[0] on; the caller owns them.
 void call_stack(const std::string& name, const char* overload, StableIValue* stack);
 
 template <class Result = Tensor, class... Arguments>
 Result call(const std::string& name, const char* overload, const Arguments&... arguments) {
-  // Results come where arguments were; no operator here has more than four.
+  // Results replace arguments. No operator here has more than four results.
   std::array<StableIValue, std::max<size_t>(sizeof...(Arguments), 4)> stack = {
       torch::stable::detail::from(arguments)...};
   call_stack(name, overload, stack.data());
@@ -84,7 +84,8 @@ Result call(const std::string& name, const char* overload, const Arguments&... a
 
 // --- tensors ---
 
-// A contiguous copy. By `call`, as torch::stable's functions tell of an error no more than their own line.
+// Returns a contiguous copy. It goes through `call`, because errors of torch::stable's functions name only
+// their own line.
 inline Tensor copy_of(const Tensor& t) {
   return call("aten::clone", "", t,
               std::optional(torch::headeronly::MemoryFormat(torch::headeronly::MemoryFormat::Contiguous)));
@@ -108,7 +109,8 @@ T* mutable_pointer(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// As kernels fetch it, whole 16 bytes at a time: contiguous, and not a view that begins between them.
+// Returns a tensor that kernels can fetch 16 bytes at a time: contiguous, and aligned to 16 bytes. Copies it
+// if it is not.
 inline Tensor as_operand(const Tensor& t) {
   return t.is_contiguous() && reinterpret_cast<uintptr_t>(pointer(t)) % 16 == 0 ? t : copy_of(t);
 }
@@ -116,7 +118,7 @@ inline OptionalTensor as_operand(const OptionalTensor& t) {
   return t ? OptionalTensor(as_operand(*t)) : std::nullopt;
 }
 
-// The number by which the kernels know a dtype.
+// Returns the kernels' number of a dtype.
 inline device::DType code_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::BFloat16:

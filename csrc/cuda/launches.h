@@ -1,5 +1,5 @@
-// The launches that operators are made of. Each takes checked tensors and runs on the current device and its
-// current stream. None reads device memory on the host.
+// The kernel launches that the operators consist of. Each takes checked tensors and runs on the current
+// device and its current stream. None reads device memory on the host.
 #pragma once
 
 #include "cuda/choice.h"
@@ -25,8 +25,8 @@ struct WeightOperand {
   }
 };
 
-// Activation rows as a kernel takes them, with a factor each where they have one; int8 ones with a factor for
-// each step of K, [steps, rows].
+// Activation rows as a kernel takes them. `factor`: one for each row, if they have factors; int8 rows have
+// one for each step of K, [steps, rows].
 struct Rows {
   Tensor values;
   OptionalTensor factor;
@@ -40,7 +40,7 @@ struct Route {
   int max_m = 0;                     // kMasked: rows a group
 };
 
-// The sorted order of rows that prefill multiplies.
+// Rows sorted by expert, as prefill multiplies them.
 struct Sorted {
   Tensor made;  // offs [groups], the row at each position, the position of each row
   int groups, rows;
@@ -68,8 +68,8 @@ void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const W
               const Route& route, const ProductArguments& arguments, const Tensor& out,
               const Tensor* topk_weights = nullptr);
 
-// x sorted by expert, masked or dense; `rows` of a group where masked. `early`: of what it reads, the kernel
-// launched before makes x and its factors at most.
+// x is sorted by expert, masked or dense. If masked, `rows` counts those of one group. `early`: of what this
+// kernel reads, the kernel launched before makes at most x and its factors.
 void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
                  const ProductArguments& arguments, const Tensor& out);
 
@@ -84,24 +84,25 @@ bool rows_gate(const Activation& gate);
 // may be left unwritten. `dependent`: the kernel begins while the one before may still run, and waits for it.
 struct Placed {
   const int* position = nullptr;
-  int rows = 0;  // of the result, where `position` is given
+  int rows = 0;  // of the result, if `position` is given
   const int* end = nullptr;
   bool dependent = false;
 };
 
-// x [M, K] (gated: [M, 2 K]) -> Form::kSame: K columns of x's dtype; Form::kFp8: e4m3 [.., Kp] in the
+// Converts x [M, K] (gated: [M, 2 K]). Form::kSame: K columns of x's dtype; Form::kFp8: e4m3 [.., Kp] in the
 // layout's order with scales; Form::kHalf: fp16 in prefill's order with powers of two; Form::kInt8: int8 [..,
 // Kp] in prefill's order.
 Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activation* gate,
                const Placed& to);
 
-// Rows that are fp8 already, as make_rows(Form::kFp8) leaves them, brought to their places.
+// Copies rows that are fp8 already, as make_rows(Form::kFp8) leaves them, to their places.
 Rows place_rows(const Here& here, const Rows& x, const Placed& to);
 
-// x quantised to `nvfp4` or `mxfp4` row by row, as values: bf16 [.., K] and factors.
+// Quantises x row by row to nvfp4, or to mxfp4 if `nvfp4` is false. Returns the quantised values as bf16 [..,
+// K], and factors.
 Rows make_fp4_rows(const Here& here, bool nvfp4, const Tensor& x, const Activation* gate, const Placed& to);
 
-// A stable sort by expert; ids outside [0, groups) come last and count in no offset.
+// Sorts rows by expert, stably. Ids outside [0, groups) come last and count in no offset.
 Sorted sort_rows(const Here& here, const Tensor& ids, int groups);
 
 // out[t] = sum over j of weights[t, j] * (y[position[t * k + j]] + bias[ids[t, j]]), in float32.

@@ -11,7 +11,8 @@
 
 #include "cuda/constants.h"
 
-// The kernels' libraries lie beside this one; but for the development module (release/dev_module.py).
+// The kernels' libraries lie beside this one. For the development module (release/dev_module.py) they lie in
+// FP4_KERNELS_FOLDER.
 #ifndef FP4_KERNELS_FOLDER
 #define FP4_KERNELS_FOLDER ""
 #endif
@@ -26,7 +27,7 @@ std::string beside_this_library(const std::string& file) {
   return path.substr(0, path.rfind('/') + 1) + file;
 }
 
-// What to do about an error of CUDA's: fp4_ops/cuda_errors.py has the same words.
+// Returns advice about a CUDA error. fp4_ops/cuda_errors.py has the same text.
 const char* advice(int error) {
   switch (error) {
     case 2:
@@ -64,7 +65,7 @@ Kernels load(const std::string& path) {
     to = reinterpret_cast<F>(dlsym(library, name));
     if (to == nullptr) {
       throw std::runtime_error("fp4: " + path + " has no " + name +
-                               "; it is of another build than this library. Rebuild both: pip install "
+                               "; it comes from another build than this library. Rebuild both: pip install "
                                "--no-build-isolation -e ., with the same FP4_CUDA_ARCHS");
     }
   };
@@ -85,18 +86,18 @@ Kernels load(const std::string& path) {
   find(k.slots_plan, "fp4_kernel_slots_plan");
   find(k.slots_fetch, "fp4_kernel_slots_fetch");
   find(k.dequantize, "fp4_kernel_dequantize");
-  k.linears =
-      reinterpret_cast<decltype(k.linears)>(dlsym(library, "fp4_kernel_linears"));  // of some families
+  k.linears = reinterpret_cast<decltype(k.linears)>(
+      dlsym(library, "fp4_kernel_linears"));  // only some families have it
   k.prefill_most_shared =
       reinterpret_cast<decltype(k.prefill_most_shared)>(dlsym(library, "fp4_kernel_prefill_most_shared"));
   return k;
 }
 
-// The libraries that were loaded, and what was found of each GPU.
+// The libraries that were loaded, and the facts about each GPU that was asked.
 struct Loaded {
   std::recursive_mutex mutex;
   std::map<KernelFamily, Kernels> kernels;
-  KernelFamily only = KernelFamily::kNone;  // by use_kernels
+  KernelFamily only = KernelFamily::kNone;  // set by use_kernels
   int shared_bytes = 0;
   std::map<int, DeviceKind> devices;
 };
@@ -119,7 +120,7 @@ bool is_there(KernelFamily family) {
   return loaded().kernels.count(family) > 0 || access(file_of(family).c_str(), R_OK) == 0;
 }
 
-// As the driver, which is loaded where there is a GPU, calls it; else empty.
+// Returns the driver's name of the device, or an empty string if the driver is not loaded.
 std::string device_name(int index) {
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
   if (driver == nullptr) return "";
@@ -132,7 +133,7 @@ std::string device_name(int index) {
   return told ? text : "";
 }
 
-// Those whose code a GPU runs.
+// Returns the family whose code this GPU runs.
 KernelFamily family_for(int index, const device::DeviceFacts& facts) {
   if (loaded().only != KernelFamily::kNone) return loaded().only;
   for (const KernelLibrary& library : kKernelLibraries) {
@@ -176,11 +177,12 @@ DeviceKind device_kind(int index) {
   const auto first_there =
       std::find_if(std::begin(kKernelLibraries), std::prev(std::end(kKernelLibraries)),
                    [](const KernelLibrary& library) { return is_there(KernelFamily(library.family)); });
-  const KernelFamily any{first_there->family};  // all can tell
+  const KernelFamily any{first_there->family};  // any library can ask
   const std::string asking = "asking for the properties of cuda:" + std::to_string(index);
   check_launch(kernels(any).device(index, &facts), asking.c_str());
   DeviceKind kind{facts.major, facts.minor, gpu_of(facts, family_for(index, facts))};
-  if (loaded().only == KernelFamily::kNone)  // of other kernels than those that were measured
+  if (loaded().only ==
+      KernelFamily::kNone)  // tuned constants hold for the usual kernels, not for those of use_kernels
     kind.gpu.constants = tuned_for(device_name(index), kind.gpu.family);
   if (loaded().shared_bytes > 0)
     kind.gpu.shared_bytes = std::min(kind.gpu.shared_bytes, loaded().shared_bytes);

@@ -1,5 +1,5 @@
-// Finds and loads the kernels' libraries `_sm90.so` and `_sm80.so`, which lie beside this one, and gives
-// their launchers.
+// Finds and loads the kernels' libraries `_sm90.so` and `_sm80.so`, which lie beside this one. Returns their
+// launchers.
 #pragma once
 
 #include <string>
@@ -26,16 +26,16 @@ struct Kernels {
   decltype(&fp4_kernel_slots_plan) slots_plan;
   decltype(&fp4_kernel_slots_fetch) slots_fetch;
   decltype(&fp4_kernel_dequantize) dequantize;
-  decltype(&fp4_kernel_linears) linears;                          // of _sm90.so alone
-  decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // of _sm80.so alone
+  decltype(&fp4_kernel_linears) linears;                          // only in _sm90.so
+  decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // only in _sm80.so
 };
 
-// Those of a family. Throws std::runtime_error where the library does not load.
+// Returns the kernels of a family. Throws std::runtime_error if the library does not load.
 const Kernels& kernels(KernelFamily family);
 
-// For tests and measurements: from now on every GPU runs the kernels of another build, in this file, and the
-// planner takes no more than `shared_bytes` of shared memory for a thread block; 0: what the GPU has. Returns
-// their family.
+// For tests and measurements: from now on every GPU runs the kernels of the file `path`, which another build
+// made. The planner takes at most `shared_bytes` of shared memory for a thread block; 0: as much as the GPU
+// has. Returns the family of these kernels.
 KernelFamily use_kernels(const std::string& path, int shared_bytes);
 
 struct DeviceKind {
@@ -43,13 +43,13 @@ struct DeviceKind {
   Gpu gpu;
 };
 
-// Asked once for each GPU.
+// Returns the kind of a GPU. The GPU is asked once.
 DeviceKind device_kind(int index);
 
-// Asks GPUs again: tuned constants were added.
+// Forgets the kinds of all GPUs, so that new tuned constants are seen.
 void forget_devices();
 
-// Throws where a launcher returned an error.
+// Throws if a launcher returned an error.
 void check_launch(int error, const char* what);
 
 }  // namespace fp4::cuda

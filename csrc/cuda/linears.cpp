@@ -13,7 +13,8 @@ using device::LinearsParams;
 
 namespace {
 
-// Completes a launch with the deepest ring that fits, not deeper than wanted.
+// Completes a launch with the deepest ring that fits and is not deeper than `wanted`. Returns false if none
+// fits.
 bool fit_depth(LinearsParams& p, int wanted, const Gpu& gpu) {
   for (const int depth : device::kLinearDepths) {
     if (depth > wanted) continue;
@@ -24,24 +25,26 @@ bool fit_depth(LinearsParams& p, int wanted, const Gpu& gpu) {
   return false;
 }
 
-// The rules, by times of an H100 (benchmarks/linears.py). `cost`: the smallest is taken.
+// The rules that choose a division, after times on an H100 (benchmarks/linears.py). The division with the
+// smallest `cost` is taken.
 struct Division {
   int cluster_bits, row_warp_bits;
 };
 
 double cost(const LinearsParams& p, const Division& d, const LinearsConstants& fitted) {
   const int blocks = p.config.clusters << d.cluster_bits;
-  // A router: K is split among as many warps as may be, but not so that sums of many rows cross the cluster.
+  // A router, with few tiles. One row: as many warps as possible split K. More rows: fewer sums should cross
+  // the cluster.
   if (p.tiles <= fitted.few_tiles)
     return p.rows <= fitted.single_rows ? d.cluster_bits != 2 || d.row_warp_bits != 1
                                         : d.cluster_bits != 3 || d.row_warp_bits != 2;
-  // A head: there are many rounds, and what counts is how seldom sums meet.
+  // A head, with many tiles and rounds: sums should rarely be exchanged.
   if (p.tiles > fitted.many_tiles) return d.cluster_bits != 1 || d.row_warp_bits != 2;
-  // One row: all weights in one round, by as many blocks as can be.
+  // One row: all weights in one round, with as many blocks as possible.
   if (p.rows <= fitted.single_rows)
     return (p.rounds > 1 ? 2e3 * p.rounds : 0) - blocks - 0.1 * d.cluster_bits;
-  // More rows: each block brings its part of them, the smaller the more blocks split K. Of divisions that
-  // take as long, that into more parts where its rounds are full.
+  // More rows: each block loads its part of the rows, which is smaller if more blocks split K. Of two
+  // divisions with equal times, the one with more parts is taken if its rounds are full.
   if (d.row_warp_bits != 3) return 1e6;
   const double full = double(p.tiles) / (double(p.rounds) * (p.config.clusters << d.row_warp_bits));
   const double parts = full >= fitted.full_share ? -0.001 * d.cluster_bits : 0.001 * d.cluster_bits;
@@ -80,7 +83,7 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   for (int i = 0; i < count; ++i) check_linear(x, weights[i], biases[i], residual);
   const Here here(x);
   const int64_t k = size(x, -1), rows = k > 0 ? x.numel() / k : 0;
-  const auto as_is = [](const Tensor& t) {  // weights that a copy would make twice as expensive
+  const auto as_is = [](const Tensor& t) {  // weights are not copied, because a copy would double their cost
     return t.is_contiguous() && reinterpret_cast<uintptr_t>(pointer(t)) % 16 == 0;
   };
   bool fits = rows >= 1 && rows <= device::kMostLinearRows && k % device::kLinearStepK == 0;
@@ -88,7 +91,8 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   double weight_bytes = 0;
   for (const Tensor& w : weights) weight_bytes += 2.0 * double(w.numel());
   for (const Tensor& w : weights) fits = fits && as_is(w) && w.size(0) > 0 && w.numel() < int64_t(1) << 40;
-  // More rows are faster by torch's products, unless launches are saved: of a norm and of several weights.
+  // More rows are faster with torch's products, unless this kernel saves the launches of a norm and of
+  // several weights.
   if (rows > k_linears.most_rows) fits = fits && norm_weight && weight_bytes <= k_linears.most_bytes;
   std::optional<LinearsConfig> config;
   LinearsParams p;
@@ -105,8 +109,8 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
     config = configure_linears(p, here.gpu());
   }
   if (!config)
-    return fallback<std::vector<Tensor>>("linears", "these rows or weights", x, weights, biases, norm_weight,
-                                         eps, residual, early, keep_norm);
+    return fallback<std::vector<Tensor>>("linears", "its kernel does not take these rows or weights", x,
+                                         weights, biases, norm_weight, eps, residual, early, keep_norm);
 
   const Tensor values = as_operand(x);
   const OptionalTensor norm = as_operand(norm_weight), added = as_operand(residual);

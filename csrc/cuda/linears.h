@@ -8,8 +8,7 @@
 
 namespace fp4::cuda {
 
-// The division for these weights, rows and K on this GPU; none where the kernels do not run, or
-// where torch's own products are faster.
+// Returns the division for these weights, rows and K on this GPU, or nothing if the kernels cannot run them.
 std::optional<device::LinearsConfig> configure_linears(const device::LinearsParams& p, const Gpu& gpu);
 
 }  // namespace fp4::cuda

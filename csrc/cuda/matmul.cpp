@@ -1,10 +1,11 @@
-// The matrix products on CUDA: checks, then the Hopper kernels for their layouts, and Triton's for others.
+// The matrix products on CUDA. They check their arguments, then run the native kernels for native layouts and
+// Triton's kernels for others.
 #include "cuda/operands.h"
 
 namespace fp4::cuda {
 namespace {
 
-// A product on a Hopper layout that is ready: device, rows and weight.
+// A product on a native layout, ready to launch: device, rows and weight.
 struct Ready {
   Ready(std::string_view op, const WeightShape& shape, const Tensor& a, const Tensor& b,
         const Tensor& b_scale, const OptionalTensor& b_global_scale, const OptionalTensor& a_scale,
@@ -80,7 +81,7 @@ Tensor grouped_mm_masked(const Tensor& a, const Tensor& b, const Tensor& b_scale
   return out;
 }
 
-// Rows by their indices. fp8 goes as bytes, which every index operator knows.
+// Takes rows by their indices. fp8 rows are taken as bytes, because every index operator knows bytes.
 Tensor take_rows(const Tensor& t, const Tensor& index) {
   const bool fp8 = t.scalar_type() == ScalarType::Float8_e4m3fn;
   const Tensor from = fp8 ? call("aten::view", "dtype", t, ScalarType::Byte) : t;
@@ -88,7 +89,7 @@ Tensor take_rows(const Tensor& t, const Tensor& index) {
   return fp8 ? call("aten::view", "dtype", taken, ScalarType::Float8_e4m3fn) : taken;
 }
 
-// Rows sorted by expert for prefill, and back.
+// Sorts rows by expert for prefill, and sorts the results back.
 void multiply_sorted(const Here& here, const Rows& x, const WeightOperand& w, const Tensor& ids,
                      const Tensor& out) {
   const int m = int(ids.numel());

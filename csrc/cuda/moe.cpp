@@ -6,22 +6,23 @@
 namespace fp4::cuda {
 namespace {
 
-// A call of `moe`, checked and ready.
+// A call of `moe` that was checked.
 struct Call {
   const Here& here;
   Tensor x, ids, weights;  // contiguous
-  const Rows* ready;       // rows of x as prefill takes them; null: they are made of x
+  const Rows* ready;       // rows of x as prefill takes them; null: they are made from x
   WeightOperand up, down;
   Activation gate;
   AFormat a_format;
   bool few;            // decode or gemv runs the products
-  ScalarType between;  // of what the first product leaves to be gated and quantised
-  int pairs;           // (token, expert)
+  ScalarType between;  // dtype of the first product's results, before the gate and quantisation
+  int pairs;           // (token, expert) pairs
 
   int top_k() const { return int(ids.size(1)); }
 };
 
-// The rows of one product as its kernel takes them: gated, brought to their places, quantised.
+// Makes the rows of one product as its kernel takes them: applies the gate, copies them to their places,
+// quantises.
 Rows rows_for(const Call& c, const Tensor& x, const Activation* gate, const Placed& to) {
   switch (c.a_format) {
     case AFormat::fp8:
@@ -40,8 +41,8 @@ Rows rows_for(const Call& c, const Tensor& x, const Activation* gate, const Plac
   }
 }
 
-// The same of what the first product left. The row kernels apply `gate` where they know it; relu2, which they
-// do not, torch's operators do.
+// The same for the first product's results. The row kernels apply `gate` if they know it. They do not know
+// relu2, so torch's operators compute it.
 Rows hidden_rows(const Call& c, const Tensor& h, const Activation* gate, const Placed& to) {
   if (gate == nullptr || rows_gate(*gate)) return rows_for(c, h, gate, to);
   const Tensor positive = call("aten::relu", "", to_dtype(h, ScalarType::Float));
@@ -54,8 +55,8 @@ Tensor hidden(const Call& c, const Activation* fused) {
   return c.here.empty({c.pairs, width}, c.between);
 }
 
-// Few rows an expert: gemv's outputs are sums over each token's experts, in `out`. Decode's are one row a
-// (token, slot) in float32, those of no expert zeros.
+// For few rows an expert. gemv writes the sums over each token's experts to `out`. Decode writes one float32
+// row for each (token, slot); rows of no expert are zeros.
 OptionalTensor run_few(const Call& c, const BlockPlan& plan, const OptionalTensor& out) {
   std::optional<Sorted> sorted;
   Route route{by_id(c.ids), pointer(c.ids), nullptr, 0};
@@ -64,7 +65,7 @@ OptionalTensor run_few(const Call& c, const BlockPlan& plan, const OptionalTenso
     route = {Routing::kOffs, sorted->offs(), sorted->sorted_rows(), 0};
   }
   const Rows a = rows_for(c, c.x, nullptr, {});
-  // Gate and up meet in one lane's sums.
+  // Gate and up of a column are in one lane's sums.
   const Activation* fused = c.gate.interleaved && rows_gate(c.gate) ? &c.gate : nullptr;
   const Activation* left = fused != nullptr ? nullptr : &c.gate;
   const Tensor h = hidden(c, fused);
@@ -84,7 +85,8 @@ OptionalTensor run_few(const Call& c, const BlockPlan& plan, const OptionalTenso
   return y;
 }
 
-// Many: rows sorted by expert, whose outputs, one a (token, slot) in that order, are bfloat16.
+// For many rows an expert: sorts the rows by expert. The outputs are bfloat16, one row for each (token,
+// slot), in sorted order.
 Tensor run_sorted(const Call& c, const Sorted& sorted) {
   const Activation* fused = prefill_gates(c.gate, c.between) ? &c.gate : nullptr;
   const Tensor h = hidden(c, fused), y = c.here.empty({c.pairs, c.down.n}, ScalarType::BFloat16);
@@ -143,28 +145,29 @@ Outcome run_moe(bool combined, int64_t ranks, const Rows* ready, const Tensor& x
          .pairs = int(pairs)};
   const Routing routing = pairs > kMaxIds ? Routing::kOffs : by_id(c.ids);
   Gpu gpu = here.gpu();
-  if (ranks > 0) gpu.constants = 0;  // all ranks decide the same, whichever of their hosts were tuned
+  if (ranks > 0) gpu.constants = 0;  // all ranks must decide the same, even if only some hosts were tuned
   const BlockPlan plan = cuda::plan(
       Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(), c.up.bf16,
             c.up.int4, int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
       gpu);
   c.few = plan.few;
-  // As they are while decode runs, which waits for the weights, else fp8, or int8 where that was asked for.
+  // Decode reads rows as they are, because it waits for the weights anyway. Else rows become fp8, or int8 if
+  // the caller asked for it.
   if (c.a_format == AFormat::automatic) c.a_format = plan.few ? AFormat::none : AFormat::fp8;
   if (c.a_format == AFormat::fp8) {
     if (c.x.scalar_type() == ScalarType::Float) c.x = to_dtype(c.x, ScalarType::BFloat16);
     c.between = ScalarType::BFloat16;
   } else if (c.a_format == AFormat::int8) {
     if (here.gpu().hopper())
-      fail(
-          "fp4::moe: a_format is 'int8', for which Hopper GPUs have no kernel. Use 'none', or layout 'sm90' ",
-          "and 'fp8'");
+      fail("fp4::moe: a_format is 'int8', but Hopper GPUs have no kernel for it. Use 'none', or ",
+           "layout 'sm90' and 'fp8'");
     if (plan.few) c.a_format = AFormat::none;
   } else if (c.a_format != AFormat::none) {
     c.between = ScalarType::Float;
   }
   if (plan.few) {
-    if (ready != nullptr) fail("fp4: moe_parts has fp8 rows, and so few that they must be as they are");
+    if (ready != nullptr)
+      fail("fp4: moe_parts got fp8 rows, but with so few rows they must not be quantised");
     const OptionalTensor out = combined || plan.gemv ? OptionalTensor(new_out()) : std::nullopt;
     const OptionalTensor y = run_few(c, plan, out);
     if (!out) return {*y, {}, true};
@@ -191,12 +194,13 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
       .out;
 }
 
-// `moe` for a caller that adds up itself (fp4_ops/distributed). Where gemv ran, or nothing, the sums in
-// out_dtype, which is not float32, and an empty tensor; where decode did, float32 rows of the (token, slot)s
-// and an empty tensor; where prefill did, bfloat16 rows [pairs, N] and how they are sorted, from groups +
-// pairs on the place of each (token, slot). Rows of no expert hold anything. With x_values
-// and x_factor, rows of x that are fp8 already, x says what they were and is not read. Of ids of `ranks`
-// ranks' experts one in so many is here, and the others are -1.
+// `moe` for a caller that adds up the experts itself (fp4_ops/distributed). It returns two tensors. If gemv
+// ran, or nothing: the sums in out_dtype, which is not float32, and an empty tensor. If decode ran: float32
+// rows, one for each (token, slot), and an empty tensor. If prefill ran: bfloat16 rows [pairs, N], and their
+// sorted order; from index groups + pairs on it has the place of each (token, slot). The values of rows of no
+// expert are undefined. x_values and x_factor are rows of x that are fp8 already; x then only gives their
+// original dtype and is not read. `ranks`: the experts are spread over so many ranks, so one id in `ranks` is
+// here, and the others are -1.
 std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_values,
                                      const OptionalTensor& x_factor, const Tensor& topk_ids,
                                      const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,

@@ -5,19 +5,19 @@
 
 namespace fp4::cuda {
 
-// What becomes of a call: the sums over each token's experts; or, where these are left to the caller, the
-// rows of the (token, slot)s, and how they are sorted if they are. Decode's rows of no expert are zeros,
-// prefill's hold anything.
+// The result of a call: the sums over each token's experts; or, if the caller adds up, one row for each
+// (token, slot), and their order if they are sorted. Rows of no expert are zeros if decode ran, and undefined
+// if prefill ran.
 struct Outcome {
   Tensor out;
   std::optional<Sorted> sorted;
   bool rows = false;
 };
 
-// `fp4::moe`, checked as that is. `combined`: sums are wanted; else rows of the second product, without its
-// bias, where decode or prefill runs, and sums still where gemv does, or nothing. `ranks`: of several
-// processes that share the tokens' experts; 0: one process has all. `ready`: fp8 rows of x, which then only
-// says what they were.
+// Checks and runs `fp4::moe`. `combined`: returns the sums. Else decode and prefill return the rows of the
+// second product without its bias; gemv, or a call without work, still returns sums. `ranks`: the number of
+// processes that share the experts; 0: one process has all. `ready`: fp8 rows of x; x then only gives their
+// original dtype.
 Outcome run_moe(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
                 const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
                 const OptionalTensor& w13_global_scale, const Tensor& w2, const Tensor& w2_scale,

@@ -5,7 +5,8 @@
 namespace fp4::cuda {
 namespace {
 
-// One factor for each row of a leading shape, of factors that are for all, for a group or for a row each.
+// Expands factors to one for each row of a leading shape. There is one factor for all rows, one for each
+// group, or one for each row.
 Tensor factor_a_row(const Tensor& factor, const Shape& lead) {
   Shape shape = shape_of(factor);
   shape.resize(lead.size(), 1);
@@ -13,7 +14,7 @@ Tensor factor_a_row(const Tensor& factor, const Shape& lead) {
   return as_contiguous(torch::stable::reshape(each, Shape{-1}));
 }
 
-// Codes times block scales, which are bfloat16 values, and the factor.
+// Returns codes times block scales, which bfloat16 holds exactly, and the factor of each row.
 Rows packed_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,
                  const OptionalTensor& a_global_scale, const std::string& a_format) {
   OptionalTensor ones;
@@ -50,7 +51,7 @@ void require_rows(std::string_view op, const KernelLibrary& library, const Layou
 void require_kernels(std::string_view op, const Layout& layout, const Here& here,
                      std::optional<ScalarType> rows) {
   const DeviceKind& kind = here.kind();
-  std::string_view needs;  // of the family that runs on most GPUs
+  std::string_view needs;  // capability of the last family in the list, which runs on most GPUs
   bool built_for_others = false;
   for (const KernelLibrary& library : kKernelLibraries) {
     if (std::ranges::find(library.layouts, layout.name) == library.layouts.end()) continue;
@@ -63,10 +64,9 @@ void require_kernels(std::string_view op, const Layout& layout, const Here& here
   }
   constexpr std::string_view kPlain = "Use layout 'plain' (convert with torch.ops.fp4.unpack)";
   if (built_for_others)
-    fail("fp4::", op, ": layout is '", layout.name,
-         "', whose kernels were built for other GPUs than this one, ", "which has compute capability ",
-         kind.major, ".", kind.minor, ". Build them: FP4_CUDA_ARCHS=all pip ",
-         "install --no-build-isolation -e . ", kPlain);
+    fail("fp4::", op, ": layout is '", layout.name, "'. Its kernels were built, but not for this GPU, ",
+         "which has compute capability ", kind.major, ".", kind.minor,
+         ". Build them: FP4_CUDA_ARCHS=all pip ", "install --no-build-isolation -e . ", kPlain);
   fail("fp4::", op, ": layout is '", layout.name, "', whose kernels need compute capability ", needs,
        "; this GPU has ", kind.major, ".", kind.minor, ". ", kPlain);
 }
@@ -102,8 +102,8 @@ void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Rou
       break;
   }
   const bool in_order = dtype != ScalarType::Float8_e4m3fn && !w.bf16;
-  // With rows put in order, the last kernel launched is that pass, and made all that may be under way; a
-  // factor of the rows is multiplied by another kernel.
+  // If `ordered` puts the rows in order, the kernels before prefill make only x and its factors. (If the rows
+  // had a factor, the last one multiplies by it.) So weights need not wait (`early`).
   run_prefill(here, in_order ? ordered(here, x) : x, w, route, {.rows = per_group, .early = in_order}, out);
 }
 

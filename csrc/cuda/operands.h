@@ -6,27 +6,30 @@
 
 namespace fp4::cuda {
 
-// The kernels of a native layout run on this GPU, with rows of this dtype as they are, or an error.
+// Throws unless this GPU runs the kernels of a native layout and, if `rows` is given, they read rows of this
+// dtype unquantised.
 void require_kernels(std::string_view op, const Layout& layout, const Here& here,
                      std::optional<ScalarType> rows = std::nullopt);
 
-// Rows of a product, checked: packed FP4 as bfloat16 values and a factor a row, others as they are.
+// Returns the rows of a product, which were checked: packed FP4 as bfloat16 values and a factor for each row,
+// others as they are.
 Rows given_rows(const Here& here, const Tensor& a, const OptionalTensor& a_scale,
                 const OptionalTensor& a_global_scale, const std::string& a_format);
 
-// 16-bit rows as prefill takes them for weights in layout sm90: fp16, in its order.
+// Converts 16-bit rows to fp16 in the order that prefill reads with weights in layout sm90.
 Rows ordered(const Here& here, const Rows& rows);
 
-// out [rows, n] = x times w, by the kernel that the plan says. `per_group`: rows of a masked group, else all.
+// Computes out [rows, n] = x times w with the kernel that the plan chooses. `per_group`: rows of one group if
+// masked, else all rows.
 void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Route& route, int per_group,
               const Tensor& out);
 
-// Rows by their experts' ids, which the kernel reads as they are.
+// Returns the routing by expert ids, which the kernel reads in their own dtype.
 inline Routing by_id(const Tensor& ids) {
   return ids.scalar_type() == ScalarType::Long ? Routing::kIds64 : Routing::kIds32;
 }
 
-// What of a product's activations decides the kernels.
+// Returns the Kernel for these activations and weights.
 Kernel kernel_of(ScalarType rows, const WeightOperand& w);
 
 inline Product product_of(const WeightOperand& w, Routing routing, int rows) {

@@ -1,8 +1,8 @@
-// For Python, by ctypes: fp4_ops/runtime/native.py has the signatures. Tests and tools see more of the
-// planner (csrc/dev/module.cpp).
+// Functions that Python calls through ctypes; fp4_ops/runtime/native.py has the signatures. Tests and tools
+// see more of the planner (csrc/dev/module.cpp).
 //
 // An exception that left through ctypes would end the process. So each function that can throw returns kThrew
-// instead, and fp4_cuda_thrown says what it was.
+// instead, and fp4_cuda_thrown returns the message.
 #include <cstdio>
 #include <exception>
 #include <limits>
@@ -17,11 +17,11 @@ using namespace fp4::cuda;
 
 namespace {
 
-constexpr int kThrew = -1;  // what they return otherwise is never negative
+constexpr int kThrew = -1;  // other results are never negative
 
-thread_local char thrown[2048];  // an array: to keep the words must not throw, too
+thread_local char thrown[2048];  // an array, because to store the message must not throw either
 
-// What `work` returns, or kThrew.
+// Returns the result of `work`, or kThrew.
 template <typename F>
 int caught(const F& work) noexcept {
   try {
@@ -29,25 +29,25 @@ int caught(const F& work) noexcept {
   } catch (const std::exception& e) {
     std::snprintf(thrown, sizeof(thrown), "%s", e.what());
   } catch (...) {
-    std::snprintf(thrown, sizeof(thrown), "fp4: something was thrown that is no std::exception");
+    std::snprintf(thrown, sizeof(thrown), "fp4: an exception was thrown that is not a std::exception");
   }
   return kThrew;
 }
 
 }  // namespace
 
-// Of the last call in this thread that returned kThrew.
+// Returns the message of the last call in this thread that returned kThrew.
 FP4_FOR_PYTHON const char* fp4_cuda_thrown() { return thrown; }
 
 FP4_FOR_PYTHON void fp4_cuda_only(int only) { set_only(Only(only)); }
 
-// The family of kernels that this GPU runs; 0 for none, and where the GPU cannot be asked.
+// Returns the family of kernels that this GPU runs, or 0 if there is none or the GPU cannot be asked.
 FP4_FOR_PYTHON int fp4_cuda_family(int device) {
   const int found = caught([&] { return int(device_kind(device).gpu.family); });
   return found == kThrew ? 0 : found;
 }
 
-// What the planner knows of a GPU.
+// Writes what the planner knows about a GPU.
 FP4_FOR_PYTHON int fp4_cuda_gpu(int device, Gpu* to) {
   return caught([&] {
     *to = device_kind(device).gpu;
@@ -55,12 +55,12 @@ FP4_FOR_PYTHON int fp4_cuda_gpu(int device, Gpu* to) {
   });
 }
 
-// The kernels of another build, for tests and measurements; returns their family.
+// Uses the kernels of another build, for tests and measurements. Returns their family.
 FP4_FOR_PYTHON int fp4_cuda_use_kernels(const char* path, int shared_bytes) {
   return caught([&] { return int(use_kernels(path, shared_bytes)); });
 }
 
-// The constants that a plan for a GPU uses.
+// Writes the constants that a plan for a GPU uses.
 FP4_FOR_PYTHON int fp4_cuda_constants(const Gpu* gpu, fp4::PlannerConstants* to) {
   return caught([&] {
     *to = constants_of(*gpu);
@@ -68,8 +68,8 @@ FP4_FOR_PYTHON int fp4_cuda_constants(const Gpu* gpu, fp4::PlannerConstants* to)
   });
 }
 
-// From now on GPUs of this name have these constants. `bytes`: of a PlannerConstants. Their number, or 0
-// where they are of another build.
+// Sets the constants of GPUs of this name. `bytes`: the size of a PlannerConstants. Returns the number of the
+// constants, or 0 if the size shows that they come from another build.
 FP4_FOR_PYTHON int fp4_cuda_tuned(const char* device, int family, const fp4::PlannerConstants* constants,
                                   int bytes) {
   return caught([&] {
@@ -80,7 +80,7 @@ FP4_FOR_PYTHON int fp4_cuda_tuned(const char* device, int family, const fp4::Pla
   });
 }
 
-// What the models are of: DecodeWork (all NaN where decode cannot run), PrefillWork.
+// Writes the inputs of the cost models: DecodeWork (all NaN if decode cannot run) and PrefillWork.
 FP4_FOR_PYTHON int fp4_cuda_work(const Product* product, int kernel, const Gpu* gpu, DecodeWork* decode,
                                  PrefillWork* prefill) {
   return caught([&] {
@@ -91,8 +91,8 @@ FP4_FOR_PYTHON int fp4_cuda_work(const Product* product, int kernel, const Gpu* 
   });
 }
 
-// Whether decode or gemv run an expert block of `rows` (token, expert) pairs on a Hopper GPU, of which
-// `expected` have an expert here (0: all).
+// Returns 1 if decode or gemv runs an expert block of `rows` (token, expert) pairs on a Hopper GPU.
+// `expected` of the pairs have an expert here; 0: all.
 FP4_FOR_PYTHON int fp4_cuda_takes_few(int groups, int rows, int up_n, int up_kp, int down_n, int down_kp,
                                       int block, const char* a_format, bool int4, int sms, int expected) {
   return caught([&] {

@@ -1,5 +1,5 @@
-// Formats, layouts and the order of rows on CUDA: natively where a Hopper kernel does it, else from
-// Python.
+// Operators on formats, layouts and the order of rows on CUDA. They run a native kernel if there is one, else
+// the operator in Python.
 #include "cuda/operands.h"
 
 namespace fp4::cuda {
@@ -8,8 +8,8 @@ namespace {
 using Two = std::tuple<Tensor, Tensor>;
 using Three = std::tuple<Tensor, Tensor, Tensor>;
 
-constexpr int kMaxFp8Width = 32768;  // that one block of the row kernels holds
-constexpr std::string_view kFrom = "this conversion has no native kernel";
+constexpr int kMaxFp8Width = 32768;  // most columns that one block of the row kernels holds
+constexpr std::string_view kFrom = "this is a conversion";
 
 Three quantize(const Tensor& x, const std::string& format, const OptionalTensor& global_scale) {
   check_quantize(x, global_scale, check_format(format));
@@ -21,7 +21,7 @@ Two quantize_int8(const Tensor& x) {
   return fallback<Two>("quantize_int8", kFrom, x);
 }
 
-// With layout sm90, rows of 16 bits are one fused pass.
+// With layout sm90, 16-bit rows take one fused pass.
 Two quantize_fp8(const Tensor& x, const std::string& layout) {
   const Layout& order = check_quantize_fp8(x, layout);
   const int64_t k = size(x, -1);
@@ -32,7 +32,7 @@ Two quantize_fp8(const Tensor& x, const std::string& layout) {
         x, layout);
   const Here here(x);
   if (!here.gpu().hopper())
-    return fallback<Two>("quantize_fp8", "this GPU is none of compute capability 9.0", x, layout);
+    return fallback<Two>("quantize_fp8", "this GPU does not have compute capability 9.0", x, layout);
   const Tensor rows = as_operand(x);
   const Rows made = make_rows(here, device::Form::kFp8,
                               x.dim() == 2 ? rows : torch::stable::view(rows, {-1, k}), nullptr, {});

@@ -1,4 +1,4 @@
-"""The data of fp4_ops/backends/*/kernels.json and constants.json as C++."""
+"""Writes the data of fp4_ops/backends/*/kernels.json and constants.json as C++."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _reader() -> ModuleType:
-    """fp4_ops/runtime/fitted.py, without the package, which is not built yet."""
+    """Loads fp4_ops/runtime/fitted.py by its path, because the package is not built yet."""
     spec = importlib.util.spec_from_file_location("fitted", ROOT / "fp4_ops/runtime/fitted.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -29,7 +29,7 @@ def _value(value: Any) -> str:
 
 
 def fitted() -> str:
-    """The text of build/fitted.h: constants of tiles, for the kernels' own choice among them."""
+    """Returns the text of build/fitted.h: constants with which the prefill kernels choose a tile."""
     reader, lines = _reader(), []
     for f in reader.families():
         lines.append(f"namespace sm{f.family}::fitted {{")
@@ -41,7 +41,7 @@ def fitted() -> str:
 
 
 def kernel_libraries() -> str:
-    """The text of build/kernel_libraries.h: what the planner knows of each library of kernels."""
+    """Returns the text of build/kernel_libraries.h: what the planner knows about each library of kernels."""
     reader = _reader()
     families = reader.families()
     planners = {f.name: reader.groups(f.name)["planner"].values for f in families}
@@ -85,9 +85,9 @@ def kernel_libraries() -> str:
 
 
 def cpu(changed: Mapping[str, Mapping[str, int]] = MappingProxyType({})) -> str:
-    """The text of build/cpu_constants.h: thresholds and sizes of csrc/cpu.
+    """Returns the text of build/cpu_constants.h: thresholds and sizes of csrc/cpu.
 
-    `changed`: other values of some, by the names of groups.
+    `changed`: values that replace those of the file, by the name of their group.
     """
     lines = []
     for name, group in _reader().groups("cpu").items():
@@ -104,13 +104,13 @@ def _names(names: Iterable[str]) -> str:
 
 
 _LIBRARY = """\
-// Dtypes of unquantised rows, where kernels read fewer than their layout allows.
+// Dtypes of unquantised rows that the kernels read with a layout, if they are fewer than it allows.
 struct RowsOfLayout {
   std::string_view layout;
   std::span<const std::string_view> dtypes;
 };
 
-// Native kernels: of which GPUs, and what they read.
+// A library of native kernels: the GPUs that run it, and the layouts and rows that it reads.
 struct KernelLibrary {
   int family;
   int major, minor;  // the compute capability of the GPUs that run them,

@@ -1,9 +1,8 @@
-"""The functions of meta/checks.py as C++ functions of the same names and arguments.
+"""Translates the functions of meta/checks.py to C++ functions of the same names and arguments.
 
-What such a function may hold: `check`, `if`, assignments, `return`, calls of functions that
-csrc/common/checks.h has under the same names, sizes of tensors, and fields of the tables.
-`assert t is not None` says that an optional argument is there from here on. Anything else is an error that
-names the line.
+Such a function may use `check`, `if`, assignments, `return`, functions that csrc/common/checks.h has under
+the same names, sizes of tensors, and fields of the tables. After `assert t is not None`, the optional
+argument t is known to be there. Anything else raises an error that names the line.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class CannotTranslate(Exception):
 
 
 def operator_checks() -> str:
-    """The text of build/operator_checks.h."""
+    """Returns the text of build/operator_checks.h."""
     tree = ast.parse((Path(__file__).parents[2] / "fp4_ops" / "meta" / "checks.py").read_text())
     body: list[str] = []
     known, dtypes = set(PARTS), dict[str, list[str]]()
@@ -87,12 +86,12 @@ def operator_checks() -> str:
 
 
 def constant_name(name: str) -> str:
-    """FLOATING_OR_DOUBLE -> kFloatingOrDouble."""
+    """Converts a name such as FLOATING_OR_DOUBLE to kFloatingOrDouble."""
     return "k" + "".join(part.capitalize() for part in name.split("_"))
 
 
 def _constant(name: str, value: ast.Tuple, seen: dict[str, list[str]]) -> str:
-    """A tuple of dtypes, which may hold those `seen` before."""
+    """Returns a tuple of dtypes as a C++ array. It may contain (*NAME) tuples that were `seen` before."""
     seen[name] = []
     for item in value.elts:
         if isinstance(item, ast.Starred) and isinstance(item.value, ast.Name):
@@ -110,14 +109,14 @@ def _dtype(node: ast.expr) -> str:
 
 
 class Function:
-    """One function, line by line."""
+    """Translates one function, line by line."""
 
     def __init__(self, node: ast.FunctionDef, known: set[str]) -> None:
         self.known = known
         self.optional: set[str] = set()
-        """Arguments that may be missing, as far as the lines above tell."""
+        """Arguments that may still be None at this line."""
         self.there: set[str] = set()
-        """Those that were optional and are known to be there."""
+        """Optional arguments that are known not to be None at this line."""
         arguments = []
         for a in node.args.args:
             kind = ast.unparse(a.annotation) if a.annotation else ""
@@ -186,7 +185,7 @@ class Function:
         self.there.add(name)
 
     def parts(self, node: ast.expr) -> list[str]:
-        """What a message streams, one after another."""
+        """Returns the parts of a message, in the order in which C++ streams them."""
         match node:
             case ast.JoinedStr(values=values):
                 return [part for value in values for part in self.parts(value)]
@@ -240,7 +239,9 @@ class Function:
         raise AssertionError
 
     def choice(self, node: ast.expr) -> str:
-        """One of two values: literals and texts have different types in C++."""
+        """Returns one side of a conditional. A literal becomes a text, because the two have different C++
+        types.
+        """
         text = self.expression(node)
         return f"text({text})" if isinstance(node, ast.Constant) and isinstance(node.value, str) else text
 
@@ -281,7 +282,7 @@ class Function:
         raise AssertionError
 
     def rows(self, node: ast.Call) -> str:
-        """The fields of a result: rows of tables by their addresses."""
+        """Returns the fields of a result. Rows of tables are passed by address."""
         return ", ".join(
             f"&{self.expression(a)}"
             if isinstance(a, ast.Name) and a.id in ("fmt", "order")

@@ -1,6 +1,6 @@
-"""The tables of meta/formats.py and meta/layouts.py as C++.
+"""Writes the tables of meta/formats.py and meta/layouts.py as C++.
 
-csrc/common/formats.h says what the fields mean. Names stand sorted, as error messages list them.
+csrc/common/formats.h explains the fields. Names are sorted, because error messages list them so.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ SCALES = {
     torch.bfloat16: "bf16",
     torch.float32: "f32",
 }
-"""Dtypes of block scales, by the names of the C++ kernels that are compiled for them."""
+"""Dtypes of block scales. The C++ kernels are compiled for each, under this name."""
 
 KEYWORDS = {"auto": "automatic"}
 
 
 def tables() -> str:
-    """The text of build/tables.h."""
+    """Returns the text of build/tables.h."""
     numbers = [
         f"inline constexpr int kInt8Block = {INT8_BLOCK};",
         f"inline constexpr int kTile16Rows = {TILE16_ROWS}, kTile16K = {TILE16_K};",
@@ -109,7 +109,7 @@ def _formats() -> list[str]:
         lines += [_dtypes(scales, f.scale_dtypes), _dtypes(packed, f.packed_dtypes)]
         row = [f'"{f.name}"', f"Element::{f.element}", str(f.block), f"Scale::{SCALES[f.scale_dtype]}"]
         rows.append([*row, scales, packed, _bool(f.has_global_scale)])
-    # `unit` makes every value an integer; `offset` makes these unsigned.
+    # A value times `unit` is an integer. The last number is the offset that makes these integers unsigned.
     codes = []
     for values in ELEMENTS.values():
         unit = next(u for u in (1, 2, 4) if all((v * u).is_integer() for v in values))

@@ -1,7 +1,7 @@
-"""List of the backends: their kernels, the layouts that they read, the devices that they run on.
+"""Lists the backends: their kernels, the layouts that they read, the devices that they run on.
 
-A new architecture is a folder here and a line in `BACKENDS`. A backend may import `base`, `anywhere` and
-`launchers`, never another backend.
+A new architecture takes a folder here and a line in `BACKENDS`. A backend may import `base`, `anywhere` and
+`launchers`, but no other backend.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def reader(layout: str, device_type: str, device_index: int = 0) -> Backend | No
 def reader_name(layout: str, device_type: str, device_index: int = 0) -> str:
     """Returns the name of the backend for this layout.
 
-    If none runs here, it names the first that reads it.
+    If no backend on this device reads the layout, this is the first one for the device type.
     """
     here = reader(layout, device_type, device_index)
     return (here or next(b for b in BACKENDS if layout in b.layouts and b.device_type == device_type)).name
@@ -66,29 +66,29 @@ def check_activation(activation: str, device_type: str, layout: str) -> None:
         there = activation != "fp8" or device_type == "cpu" or "fp8" in LAYOUTS[layout].a_formats
     if not there:
         raise ValueError(
-            f"fp4: activation={activation!r} needs {takers(activation, 'cuda')}, which this device or these "
-            "weights do not have. Use activation='bf16' or 'auto'."
+            f"fp4: activation={activation!r} needs {takers(activation, 'cuda')}. This device does not have "
+            "them, or they do not read the layout of these weights. Use activation='bf16' or 'auto'."
         )
 
 
 def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> NoReturn:
-    """Raises the error of an operator in Python: no kernel on this device reads its weights."""
+    """Raises the error of an operator whose weights no kernel on this device reads."""
     if layout == "plain":
         raise RuntimeError(
-            f"fp4::{op}: layout is 'plain', which on this GPU only Triton's kernels read, and Triton is not "
+            f"fp4::{op}: layout is 'plain'. On this GPU only Triton's kernels read it, and Triton is not "
             f"installed. Install it (pip install triton), or use {_needs('cuda')}"
         )
     needs = next(b.needs for b in reversed(BACKENDS) if layout in b.layouts)
     raise RuntimeError(
         f"fp4::{op}: layout is '{layout}', which only {needs} read; here it must be 'plain' (convert with "
-        "torch.ops.fp4.unpack). A prepared model gets it by .to(device); before tools that move its bytes "
-        "themselves, such as accelerate's cpu_offload, call set_layout('plain') on each "
-        "fp4_ops.experts.PackedWeight in it"
+        "torch.ops.fp4.unpack). On a prepared model, .to(device) converts the layout. Some tools, such as "
+        "accelerate's cpu_offload, move only the bytes: before you use them, call set_layout('plain') on "
+        "each fp4_ops.experts.PackedWeight in the model"
     )
 
 
 def _needs(device_type: str) -> str:
-    """Names the layouts that need no Triton, and their kernels, for an error message."""
+    """Names the layouts that do not need Triton, and their kernels, for an error message."""
     found = [b for b in BACKENDS if b.device_type == device_type and "plain" not in b.layouts]
     return ", or ".join(f"a layout that {b.needs} read ({', '.join(b.layouts)})" for b in found)
 

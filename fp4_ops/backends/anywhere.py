@@ -1,6 +1,7 @@
-"""Operators that no backend of the device has, computed by torch's own operators or on the CPU.
+"""Operators for any device. They run if no backend of the device has the operator.
 
-An operator that uses the CPU waits for the device, so it cannot be part of a CUDA graph.
+They use torch's own operators, or compute on the CPU. An operator that uses the CPU waits for the device, so
+it cannot be part of a CUDA graph.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ def fp8_rows(x: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     scale = largest / torch.full_like(largest, FP8_MAX)
     codes = torch.where(scale[..., None] > 0, values / scale[..., None], 0).clamp(-FP8_MAX, FP8_MAX)
     codes = F.pad(codes.to(torch.float8_e4m3fn).view(torch.uint8), (0, layout.padded(k) - k))
-    if layout.native:  # block t, word 2s + q -> word, block
+    if layout.native:  # [block t, word 2s + q] becomes [word, block]
         codes = codes.unflatten(-1, (layout.padded(k) // 64, 4, 4, 4)).transpose(-2, -3).flatten(-4)
     return codes.view(torch.float8_e4m3fn), scale
 
 
 def prepack(packed, block_scale, global_scale, format, layout):
-    """Packs a weight on the CPU. Layout `plain` is a copy."""
+    """Packs a weight on the CPU. For layout `plain`, copies it."""
     checks.check_prepack(packed, block_scale, global_scale, format, layout)
     if layout == "plain":
         return _copy(packed, block_scale, global_scale)
@@ -89,7 +90,7 @@ def unpack(packed, block_scale, global_scale, format, layout):
 
 def offs_to_m_indices(offs, m):
     checks.check_offs_to_m_indices(offs, m)
-    # A row's expert is how many ends are at or before it; the running maximum keeps bad offsets in order.
+    # A row's expert is the number of ends at or before it. The running maximum puts bad offsets in order.
     ends = offs.cummax(0).values if offs.numel() else offs
     rows = torch.arange(m, dtype=torch.int32, device=offs.device)
     ids = torch.searchsorted(ends, rows, right=True, out_int32=True)
@@ -115,7 +116,9 @@ def from_masked(a, masked_m, m):
 
 
 def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False):
-    """Multiplies the rows, normed first where there is a norm_weight, by each weight, as a model does."""
+    """Multiplies x by each weight, with the operators that a model uses. If norm_weight is given, x is normed
+    first.
+    """
     checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm)
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)

@@ -1,4 +1,4 @@
-"""Defines a backend: a family of kernels with the properties that the rest of the package needs."""
+"""Defines `Backend`: a family of kernels, with the properties that the rest of the package needs."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _never(format: str) -> bool:
 
 @dataclass(frozen=True)
 class Backend:
-    """A family of kernels. fp4_ops/backends/__init__.py lists all.
+    """A family of kernels. fp4_ops/backends/__init__.py lists all backends.
 
-    Functions that take an int take the index of a device.
+    The int that a function takes is the index of a device.
     """
 
     name: str
@@ -41,22 +41,24 @@ class Backend:
     available: Callable[[int], bool] = _always
     """True if the kernels are built and the device runs them."""
     trusted: Callable[[int], bool] = _always
-    """True if the kernels may be used for weights. This may run the check of their first use."""
+    """True if the kernels may be used for weights. The first call may run a check of the kernels."""
     multiplies_fp4: Callable[[str], bool] = _never
     """True if the current GPU's tensor cores multiply rows and weights of this format directly."""
     rows: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
-    """Dtypes of unquantised rows by layout, where the kernels read fewer than the layout allows."""
+    """Dtypes of unquantised rows, by layout. Only for layouts that allow more than the kernels read."""
     a_formats: Mapping[str, Collection[str]] = field(default_factory=dict)
-    """Values of `a_format` by layout, where `fp4::moe` takes fewer than the layout allows."""
+    """Values of `a_format` that `fp4::moe` takes, by layout. Only for layouts that allow more."""
     operators: str = ""
-    """Module with operators in Python, loaded at the first call. They run where C++ has no operator."""
+    """Module with operators in Python. It is loaded at the first call of an operator that C++ does not
+    have.
+    """
 
     def operator(self, name: str) -> Callable[..., object] | None:
         """Returns the operator of this name in Python, or None."""
         return getattr(self.module(), name, None) if self.operators else None
 
     def reads(self, layout: str) -> tuple[torch.dtype, ...]:
-        """Returns the dtypes of activations that the kernels read with a layout. Empty: all."""
+        """Returns the dtypes of activations that the kernels read with a layout. Empty means all dtypes."""
         allowed = LAYOUTS[layout].a_dtypes
         if layout not in self.rows:
             return allowed

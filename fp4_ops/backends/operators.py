@@ -1,8 +1,8 @@
 """Registers the CUDA operators that are written in Python. They are loaded at the first call on a GPU.
 
 They are `fp4_python::*`, with the schemas of `fp4::*`. If the native runtime is built (native.py), `fp4::*`
-are C++ and call these where no native kernel exists. Otherwise these are `fp4::*` themselves. Importing
-Triton takes a third of a second, so a process without GPU work never imports it.
+are written in C++, and call these if there is no native kernel. Otherwise these are registered as `fp4::*`.
+They are loaded late because the import of Triton takes a third of a second.
 """
 
 from __future__ import annotations

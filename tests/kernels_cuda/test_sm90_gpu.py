@@ -643,5 +643,5 @@ def test_int8_rows_are_refused():
     up, down = (Weights(2, n, k, format="nvfp4", layout="mma_bf16") for n, k in ((256, 128), (128, 128)))
     x = torch.randn(9, 128, device="cuda").bfloat16()
     ids, weights = torch.zeros(9, 1, dtype=torch.int64, device="cuda"), torch.ones(9, 1, device="cuda")
-    with pytest.raises(RuntimeError, match="'int8', for which Hopper GPUs have no kernel"):
+    with pytest.raises(RuntimeError, match="'int8', but Hopper GPUs have no kernel"):
         torch.ops.fp4.moe(x, ids, weights, *up.packed, *down.packed, a_format="int8", **up.options)

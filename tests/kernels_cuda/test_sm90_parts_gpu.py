@@ -44,7 +44,7 @@ def test_parts_add_up_to_moe(only, tokens, sends):
         if sends == "fp8":
             values, factor = torch.ops.fp4.quantize_fp8(x, layout="sm90")
             if only == "decode":
-                with pytest.raises(RuntimeError, match="so few that they must be as they are"):
+                with pytest.raises(RuntimeError, match="with so few rows they must not be quantised"):
                     moe_parts(x, values, factor, ids, weights, *up.packed, *down.packed, None, **options)
                 return
         given = torch.full_like(x, float("nan")) if sends == "fp8" else x

@@ -1,6 +1,6 @@
-"""The CPU: operators in C++ (csrc/cpu), which choose by what the processor has.
+"""Backend for the CPU: operators in C++ (csrc/cpu). They choose by the instructions that the processor has.
 
-constants.json has their thresholds and sizes; setup.py makes build/cpu_constants.h of it.
+constants.json has their thresholds and sizes. setup.py makes build/cpu_constants.h from it.
 """
 
 from __future__ import annotations

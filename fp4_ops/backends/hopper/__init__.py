@@ -1,4 +1,4 @@
-"""GPUs of compute capability 9.0: the kernels of `_sm90.so` (csrc/device, csrc/sm90)."""
+"""Backend for GPUs of compute capability 9.0: the kernels of `_sm90.so` (csrc/device, csrc/sm90)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Decides whether the products of a decoding step may become fp4::linears on this GPU.
 
-An H100 ran the kernel's last but one form only, so its first use is checked (first_use.py).
+Only the version of the kernel before the last one was tested on an H100. So the first use of the kernel is
+checked (first_use.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ K, EPS = 2048, 1e-6
 
 
 def linears_error() -> float:
-    """Returns the largest error of fp4::linears with one row: norm and three products, product and residual.
+    """Returns the largest error of fp4::linears with one row: a norm with three products, and a product with
+    a residual.
 
     It is infinite if the operator does not run.
     """

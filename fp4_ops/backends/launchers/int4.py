@@ -1,4 +1,4 @@
-"""Converts int4 weights with group scales to and from layout sm90_int4, with torch operators."""
+"""Converts int4 weights with group scales to layout sm90_int4 and back, with torch operators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, T
     blocks = kp // fmt.block
     held, factor = _divide(block_scale.float())
     codes = _nibbles(F.pad(packed.contiguous(), (0, kp // 2 - half))).view(torch.int32)
-    # Rows 2g and 2g + 1, blocks t and words s of steps of 64 k -> as lane 4g + t of a tile reads them.
+    # From rows 2g and 2g + 1, blocks t and words s of each step of 64 k, to the order in which lane 4g + t
+    # reads a tile.
     words = codes.view(*lead, n // 16, 8, 2, kp // 64, 4, 2)
     words = words.permute(*range(d), d, d + 3, d + 1, d + 4, d + 2, d + 5).reshape(*lead, n, kp // 8)
     held = F.pad(held, (0, blocks - held.shape[-1])).view(*lead, n // 16, 16, blocks).transpose(-1, -2)
@@ -47,7 +48,7 @@ def _nibbles(codes: Tensor) -> Tensor:
     """Converts both codes of each byte from two's complement to the layout (csrc/cpu/sm90_layout.h)."""
     negative = codes & 0x88
     three = (negative >> 3) * 7  # the low bits of those nibbles
-    less_one = ((codes & 0x77) + (0x77 ^ three) & 0x77) ^ three  # the magnitude's; of -1 - |c| they are ~
+    less_one = ((codes & 0x77) + (0x77 ^ three) & 0x77) ^ three  # |c| - 1 of negative codes, inverted
     return (less_one & 0x44) << 1 | negative >> 1 | less_one & 0x33
 
 
@@ -60,10 +61,10 @@ def _codes(nibbles: Tensor) -> Tensor:
 
 
 def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Divides block scales [..., N, blocks] by a power of two for each matrix, and returns both
-    (meta/layouts.py).
+    """Divides block scales [..., N, blocks] by a power of two for each matrix. Returns the quotients and the
+    powers (meta/layouts.py).
     """
-    every = F.pad(scale.flatten(-2), (0, 1))  # at least one of each matrix
+    every = F.pad(scale.flatten(-2), (0, 1))  # so that each matrix has at least one value
     least, largest = every.amin(-1), every.amax(-1)
     mantissa, exponent = torch.frexp(largest)
     power = (exponent - torch.where(mantissa <= 0.875, 6, 5)).clamp(min=-126)
@@ -84,4 +85,4 @@ def _divide(scale: Tensor) -> tuple[Tensor, Tensor]:
     if inexact:
         matrix = int(lost.flatten().int().argmax())
         raise RuntimeError(f"block_scale of matrix {matrix} has values too far below its largest; {cannot}")
-    return held + 0.0, factor  # not -0
+    return held + 0.0, factor  # turns -0 into 0

@@ -80,11 +80,11 @@ def multiprocessors(device_index: int) -> int:
 
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Values of `DType` in csrc/device/interface.h that all kernels share."""
+"""Values of `DType` in csrc/device/interface.h for the dtypes that all kernels know."""
 
 
 FUNCTIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
-"""Values of `Act` in csrc/device/interface.h. 0 is none."""
+"""Values of `Act` in csrc/device/interface.h. 0 means no activation."""
 
 
 def gate_fields(gate: Activation | None) -> tuple[int, float, float, float]:

@@ -19,7 +19,7 @@ def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plai
 
 
 def prepack(packed, block_scale, global_scale, format, layout):
-    """Packs a weight by this GPU's kernel, or on the CPU if there is none."""
+    """Packs a weight with this GPU's kernel, or on the CPU if the GPU has none."""
     fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
     if layout == int4.LAYOUT.name:
         return int4.prepack(packed, block_scale, fmt)
@@ -43,15 +43,15 @@ def quantize_fp8(x, *, layout="plain"):
 
 
 def _exact_rows(a, a_scale, a_global_scale, a_format):
-    """Returns packed rows as bfloat16 values and a float32 factor for each row (None: ones), without
-    rounding.
+    """Converts packed rows to bfloat16 values and a float32 factor for each row, without rounding. If the
+    factor is None, it is one for all rows.
     """
     fmt = FORMATS[a_format]
     ones = a.new_ones(a.shape[:-2], dtype=torch.float32) if fmt.has_global_scale else None
     values = torch.ops.fp4.dequantize(a, a_scale, ones, a_format, torch.bfloat16)
     if not fmt.has_global_scale:
         return values, None
-    lead = a.shape[:-1]  # one factor for all rows, one a group, or one a row
+    lead = a.shape[:-1]  # there is one factor for all rows, one for each group, or one for each row
     each = a_global_scale.reshape(*a_global_scale.shape, *[1] * (len(lead) - a_global_scale.dim()))
     return values, each.expand(lead).reshape(-1).contiguous()
 
@@ -60,7 +60,8 @@ def grouped_mm_k(
     a, b, b_scale, b_global_scale, offs, a_scale=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,
 ):  # fmt: skip
-    """Computes one dense product with a copy of `a` for each group, zero outside the group's columns.
+    """Computes one dense product. Its rows are copies of `a`, one for each group, with zeros outside the
+    group's columns.
 
     It multiplies each group by all of K, so it is correct for every size but fast only for few rows. Groups
     along K occur in training, where weights are not in 4 bits.
@@ -74,7 +75,7 @@ def grouped_mm_k(
     groups, (m, k) = offs.numel(), values.shape
     column = torch.arange(k, device=values.device)
     fp8 = values.dtype == torch.float8_e4m3fn
-    if fp8:  # the layout's order: block t, word 2s + q -> word, block
+    if fp8:  # the layout's order: [block t, word 2s + q] becomes [word, block]
         column = column.view(-1, 4, 4, 4).transpose(1, 2).reshape(-1)
         values = values.view(torch.uint8)  # zero is the byte zero
     ends = offs.clamp(0, k).cummax(0).values[:, None] if groups else offs[:, None]

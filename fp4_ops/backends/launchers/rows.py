@@ -1,4 +1,6 @@
-"""Launches csrc/device/{route,rows*,weights}.cu: routing, quantisation, gates, combine, and the layout."""
+"""Launches csrc/device/{route,rows*,weights}.cu: routing, quantisation, gates, combine, and layout
+conversions.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,13 @@ from .library import DTYPE_CODES, FUNCTIONS, address, call, gate_fields, stream
 LAYOUT = LAYOUTS["sm90"]
 ROUTE_CHUNK = 1024
 MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
-"""Most columns of a row: one thread block of the row kernels holds a row."""
+"""Most columns of a row, because one thread block of the row kernels holds a whole row."""
 SAME, FP8, HALF = range(3)
-"""Values of `Form` in csrc/device/rows.cu."""
+"""Values of `Form` in csrc/device/interface.h."""
 E8M0_BINADES = 17
-"""Range of exponents of mxfp4 scales in a matrix that the layout's e4m3 scales can hold."""
+"""How far the exponents of mxfp4 scales in a matrix may lie apart, so that the layout's e4m3 scales hold
+them.
+"""
 
 
 def route(ids: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,7 +56,7 @@ def _shape(
     width = x.shape[1] if gate is None else x.shape[1] // 2
     if width > most:
         raise RuntimeError(
-            f"fp4: rows of {width} columns; the native kernels take at most {most}. Use layout 'plain'"
+            f"fp4: rows have {width} columns; the native kernels take at most {most}. Use layout 'plain'"
         )
     if position is None:
         return x.shape[0], width, 1
@@ -86,10 +90,10 @@ def quantize_fp8(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantises x [M, K] (16-bit) to e4m3 [.., Kp] in the layout's order and float32 scales, in one pass.
 
-    With `gate`, gate(x [M, 2 K]). With `position` (int32 [M * copies], a permutation), row r of x becomes the
-    rows position[r * copies ..] of the result. Rows of the result from end[0] on may be left unwritten.
-    `dependent`: the kernel is launched while the one before it may still run, and waits for it; with
-    `position`, which that one makes, x must have been there before it began.
+    With `gate`, x is [M, 2 K] and gate(x) is quantised. With `position` (int32 [M * copies], a permutation),
+    row r of x becomes the rows position[r * copies ..] of the result. Rows of the result from end[0] on may
+    be left unwritten. `dependent`: the kernel is launched while the kernel before it may still run, and waits
+    for it. The kernel before may make `position`; x must then be older than that kernel.
     """
     out, scale = _rows(FP8, torch.float8_e4m3fn, x, gate, position, end, dependent)
     assert scale is not None
@@ -116,8 +120,8 @@ def quantize_fp4(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Quantises x [M, K] row by row to FP4. Returns values bf16 [.., K] and factors; value * factor is exact.
 
-    Gate and position as in `quantize_fp8`, but all rows are written. A row with a NaN or infinity gets the
-    factor NaN.
+    Gate and position are as in `quantize_fp8`, but all rows are written. A row with a NaN or infinity gets
+    the factor NaN.
     """
     count, width, copies = _shape(x, gate, position, MAX_FP4_WIDTH)
     out = torch.empty((count, width), dtype=torch.bfloat16, device=x.device)
@@ -155,7 +159,7 @@ def combine(
 ) -> None:  # fmt: skip
     """Computes out[t] = sum over j of weights[t, j] * (y[position[t * k + j]] + bias[ids[t, j]]), float32."""
     tokens, top_k = ids.shape
-    if bias is not None and bias.data_ptr() % 16:  # a view that begins between them
+    if bias is not None and bias.data_ptr() % 16:  # a view that is not aligned to 16 bytes
         bias = bias.clone()
     call(
         "fp4_kernel_combine", address(y), DTYPE_CODES[y.dtype], address(position), address(ids),
@@ -195,7 +199,9 @@ def prepack(
 
 
 def _e4m3_from_e8m0(packed: Tensor, scale: Tensor, fmt: Format, name: str) -> tuple[Tensor, Tensor]:
-    """Converts scales that are powers of two to e4m3 bytes and one factor a matrix. Raises if not exact."""
+    """Converts scales that are powers of two to e4m3 bytes and one factor for each matrix. Raises if this is
+    not exact.
+    """
     *lead, n, blocks = scale.shape
     half = packed.shape[-1]
     padding = blocks * (fmt.block // 2) - half

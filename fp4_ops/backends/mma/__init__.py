@@ -1,4 +1,4 @@
-"""GPUs from compute capability 8.0 on: the kernels of `_sm80.so` (csrc/device, csrc/sm80)."""
+"""Backend for GPUs from compute capability 8.0 on: the kernels of `_sm80.so` (csrc/device, csrc/sm80)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Decides whether weights may use the kernels of `_sm80.so` on this GPU.
 
-Nobody has run them on most GPUs that they are built for, so their first use is checked (first_use.py).
+The kernels are built for many GPUs, and were tested on few of them. So their first use is checked
+(first_use.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from ...runtime import first_use, native
 
 LAYOUT = "mma_bf16"
 BOUND = 4e-3
-"""Bound of the error of products with bfloat16 results. A block's hidden values add as much again."""
+"""Bound of the error of products with bfloat16 results. In a block, the rounded hidden values add as much
+again.
+"""
 INT8_FACTOR = 10
 """Factor on the bound for a block with int8 rows, because the reference does not round to int8."""
 

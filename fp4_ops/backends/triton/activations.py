@@ -1,7 +1,7 @@
-"""Converts quantised activations to bfloat16 rows and a float32 factor for each row. The epilogue multiplies
-by the factor.
+"""Converts quantised activations to bfloat16 rows and a float32 factor for each row. The product's epilogue
+multiplies by the factor.
 
-Nothing is rounded: an e4m3 code, and an e2m1 code times its block scale, are bfloat16 values.
+This rounds nothing, because bfloat16 holds every e4m3 code, and every e2m1 code times its block scale.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from .gemm import activate, curve
 
 
 class ScaledRows(NamedTuple):
-    """a[r, k] = values[r, k] * factor[r]; values [..., K], factor float32 [rows] or None for ones."""
+    """Rows a[r, k] = values[r, k] * factor[r]. values is [..., K]; factor is float32 [rows], or None for
+    ones.
+    """
 
     values: torch.Tensor
     factor: torch.Tensor | None
@@ -27,8 +29,9 @@ class ScaledRows(NamedTuple):
 def rows_of(
     a: torch.Tensor, a_scale: torch.Tensor | None, a_global_scale: torch.Tensor | None, a_format: str
 ) -> ScaledRows:
-    """Converts the activations of a product. meta.checks.check_a has checked them, and int8 is already
-    refused."""
+    """Converts the activations of a product. They were checked (meta.checks.check_a), and they are not
+    int8.
+    """
     if a_format:
         return _packed_rows(a, a_scale, a_global_scale, a_format)
     if a.dtype == torch.float8_e4m3fn:
@@ -49,8 +52,9 @@ def _packed_rows(packed, block_scale, factor, format: str) -> ScaledRows:
 
 
 def quantized_rows(x: torch.Tensor, a_format: str) -> ScaledRows:
-    """Quantises x [rows, K] as `fp4::moe` does: every row by itself. A row with a NaN or infinity becomes
-    NaN."""
+    """Quantises each row of x [rows, K] by itself, as `fp4::moe` does. A row with a NaN or infinity becomes
+    NaN.
+    """
     if a_format == "fp8":
         codes, scale = ops.quantize_fp8(x)
         return ScaledRows(codes.to(torch.bfloat16), scale)
@@ -81,7 +85,7 @@ def gate_kernel(
 
 
 def gated(y: torch.Tensor, n: int, act: Activation) -> torch.Tensor:
-    """Applies act to the first product's rows, float32: y [rows, parts * n] -> [rows, n]."""
+    """Applies `act` to the first product's float32 rows y [rows, parts * n]. Returns [rows, n]."""
     h = y.new_empty((y.shape[0], n))
     block = min(1024, triton.next_power_of_2(n))
     gate_kernel[(y.shape[0], triton.cdiv(n, block))](
@@ -96,8 +100,9 @@ def moe_quantized(
     up: ops.WeightArgs, down: ops.WeightArgs,
     activation: str, out_dtype: torch.dtype, *, a_format: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Runs ops.moe with x and the hidden state quantised. It is not fused: the hidden state is float32 in
-    memory."""
+    """Does what ops.moe does, but quantises x and the hidden state. The hidden state is float32 in memory,
+    because the steps are not fused.
+    """
     tokens, top_k = topk_ids.shape
     out = torch.zeros((tokens, down.n), dtype=out_dtype, device=x.device)
     if out.numel() == 0 or top_k == 0 or up.groups == 0 or down.k == 0:

@@ -1,21 +1,22 @@
-"""The one matrix-product kernel behind every fp4 operator that Triton runs, but FP4 x FP4 (scaled/).
+"""The matrix-product kernel of all fp4 operators that run on Triton, except for FP4 x FP4 (scaled/).
 
     out[row, n] = global[e] * a_factor[source(row)]
                   * sum_k (code[e, n, k] * block_scale[e, n, k // block]) * a[source(row), k]
                   + bias[e, n]
 
-The weights are `tl.dot`'s *left* operand: a tile is BLOCK_N weight rows by BLOCK_M tokens, so that a few
-tokens waste little, and codes are expanded in registers, where Hopper's wgmma can read its left operand.
+The weights are `tl.dot`'s *left* operand. A tile is BLOCK_N weight rows by BLOCK_M tokens, so a few tokens
+waste little. Codes are expanded in registers, because Hopper's wgmma can read its left operand from there.
 
-Order of k: a thread holds 32-bit words of eight codes, so a tile's k runs plane by plane: plane i is nibble i
-of every word, k % 8 == i. The activations have been put into that order inside chunks of BLOCK_K
-(`routing.py`, and this kernel's own gated epilogue), so both operands are read with wide loads.
+Order of k: a thread holds 32-bit words of eight codes, so k is ordered in planes inside a tile. Plane i is
+nibble i of every word, where k % 8 == i. The activations are already in this order inside chunks of BLOCK_K
+(`routing.py` and this kernel's gated epilogue write them so). So both operands are read with wide loads.
 
-Activations are sums of bfloat16 terms (one for bfloat16, two for float16, three for float32), so every
-product is exact and one kernel serves every dtype. e2m1 times its block scale is a bfloat16 too; int4 times
-its scale is not, so there a tile lies within one block of scales, which multiply its sums.
+Activations are sums of bfloat16 terms (one for bfloat16, two for float16, three for float32). So every
+product is exact, and one kernel serves every dtype. bfloat16 also holds e2m1 times its block scale. It does
+not hold int4 times its scale: for int4, a tile lies within one block of scales, and the scales multiply its
+sums.
 
-KIND is what the weights are: "nvfp4", "mxfp4", or "int4" with any block.
+KIND is the format of the weights: "nvfp4", "mxfp4", or "int4" with any block.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# e2m1 bits moved into a bfloat16 exponent mean value * 2^-126. The missing factor goes into the block
-# scale; all of it would overflow for e4m3 scales of 4 and more, so 2^119 does and the epilogue adds 2^7.
+# e2m1 bits in the exponent of a bfloat16 mean the value times 2^-126. The block scale takes the missing
+# factor. With the whole factor, e4m3 scales of 4 and more would overflow. So the scale takes 2^119, and the
+# epilogue multiplies by 2^7.
 NVFP4_LIFT = 2.0**119
 NVFP4_REST = 2.0**7
 
-# Two words a, b (16 codes) and their scales as bfloat16 pairs -> plane i as the pair (nibble i of a, of b).
-# Multiplying by 65 << s copies the sign six places above the magnitude, where bfloat16 has its sign.
-# fma with -0 is an exact product and, unlike mul.bf16x2, exists from sm_80 on.
+# Converts two words a, b (16 codes) and their scales, as bfloat16 pairs, to planes: plane i is the pair
+# (nibble i of a, nibble i of b). A product with 65 << s copies the sign six places above the magnitude, where
+# bfloat16 has its sign. fma with -0 is an exact product; it exists from sm_80 on, unlike mul.bf16x2.
 
 
 def _expand_asm(scale_steps: str) -> str:
@@ -54,7 +56,8 @@ def _expand_asm(scale_steps: str) -> str:
 
 EXPAND_ASM = {
     "nvfp4": tl.constexpr(_expand_asm("fma.rn.bf16x2 OUT, t, $10, z;")),
-    # A power of two from 2^-127 to 2^127 cannot take 2^126 (0x7E80) with it: two exact products.
+    # A scale from 2^-127 to 2^127 would overflow with the factor 2^126 (0x7E80), so there are two exact
+    # products.
     "mxfp4": tl.constexpr(
         _expand_asm("mov.b32 u, 0x7E807E80; fma.rn.bf16x2 t, t, u, z; fma.rn.bf16x2 OUT, t, $10, z;")
     ),
@@ -66,7 +69,9 @@ EXPAND_CONSTRAINTS: tl.constexpr = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r")
 
 @triton.jit
 def decode_e4m3(byte):
-    """float32 value of an e4m3 byte (NaN kept). In integers: not every GPU converts float8."""
+    """Returns the float32 value of an e4m3 byte (NaN stays NaN). It uses integers, because not every GPU
+    converts float8.
+    """
     b = byte.to(tl.int32)
     bits = ((b & 0x7F) << 20) | ((b & 0x80) << 24)
     value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120, from exponent bias 7 to 127
@@ -75,7 +80,7 @@ def decode_e4m3(byte):
 
 @triton.jit
 def decode_e8m0(byte):
-    """float32 value 2^(byte - 127); 255 is NaN, 0 the subnormal 2^-127."""
+    """Returns the float32 value 2^(byte - 127). 255 is NaN, and 0 is the subnormal 2^-127."""
     b = byte.to(tl.int32)
     bits = tl.where(b == 0, 0x00400000, tl.where(b == 255, 0x7FC00000, b << 23))
     return bits.to(tl.float32, bitcast=True)
@@ -83,7 +88,9 @@ def decode_e8m0(byte):
 
 @triton.jit
 def decode_e2m1(code):
-    """float32 value of a 4-bit code: its bits moved into a float32 exponent are the value times 2^-126."""
+    """Returns the float32 value of a 4-bit code. Its bits in the exponent of a float32 mean the value times
+    2^-126.
+    """
     c = code.to(tl.int32)
     bits = ((c & 7) << 22) | ((c & 8) << 28)
     return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
@@ -101,7 +108,7 @@ def _int4_plane(w, i: tl.constexpr, COMPUTE: tl.constexpr):
 
 @triton.jit
 def expand_int4(w, COMPUTE: tl.constexpr):
-    """int32 words [BN, W] -> eight planes [BN, W], nibble i as the integer it is."""
+    """Expands int32 words [BN, W] to eight planes [BN, W]. Plane i has the integer of nibble i."""
     return (
         _int4_plane(w, 0, COMPUTE), _int4_plane(w, 1, COMPUTE),
         _int4_plane(w, 2, COMPUTE), _int4_plane(w, 3, COMPUTE),
@@ -112,9 +119,10 @@ def expand_int4(w, COMPUTE: tl.constexpr):
 
 @triton.jit
 def expand(w, scale_byte, NVFP4: tl.constexpr, ASM: tl.constexpr, COMPUTE: tl.constexpr):
-    """int32 words [BN, W] and scale bytes [BN, B] -> eight planes [BN, W], nibble i times its block scale.
+    """Expands int32 words [BN, W] and scale bytes [BN, B] to eight planes [BN, W]: nibble i times its block
+    scale.
 
-    With ASM, nvfp4 planes are too small by NVFP4_REST, which the epilogue restores.
+    With ASM, nvfp4 planes lack the factor NVFP4_REST. The epilogue multiplies by it.
     """
     BN: tl.constexpr = w.shape[0]
     W: tl.constexpr = w.shape[1]
@@ -148,7 +156,9 @@ def expand(w, scale_byte, NVFP4: tl.constexpr, ASM: tl.constexpr, COMPUTE: tl.co
 
 @triton.jit
 def _load_words(ptr, offs_n, mask_n, word, K: tl.constexpr, BYTES: tl.constexpr, EVEN_K: tl.constexpr):
-    """int32 words of eight codes: rows offs_n, words `word`. BYTES: rows start at any byte (K % 8 != 0)."""
+    """Loads int32 words of eight codes: words `word` of rows offs_n. BYTES: rows start at any byte (K % 8 !=
+    0).
+    """
     if BYTES:
         byte = 4 * word
         row = ptr + offs_n[:, None] * (K // 2)
@@ -167,8 +177,9 @@ def _load_words(ptr, offs_n, mask_n, word, K: tl.constexpr, BYTES: tl.constexpr,
 
 @triton.jit
 def _swizzle(pid, tiles, n_blocks):
-    """Program -> (tile of tokens, block of weight rows): eight tiles of tokens pass over all the weights
-    together, so that what they read, an expert's weights and their own tokens, stays in L2."""
+    """Returns (tile of tokens, block of weight rows) of a program. Eight tiles of tokens pass over all
+    weights together, so that the expert's weights and these tokens stay in L2.
+    """
     group = pid // (8 * n_blocks)
     size = tl.minimum(tiles - group * 8, 8)
     i = pid % (8 * n_blocks)
@@ -177,7 +188,9 @@ def _swizzle(pid, tiles, n_blocks):
 
 @triton.jit
 def unused(pid, tiles_ptr, n_blocks, MODE: tl.constexpr):
-    """Whether a program has no tile: the host knows a bound on their number only where a map has them."""
+    """Returns whether a program has no tile. If a map assigns tiles, the host knows only a bound on their
+    number.
+    """
     if MODE == "mapped":
         return pid >= tl.load(tiles_ptr) * n_blocks
     else:
@@ -186,7 +199,9 @@ def unused(pid, tiles_ptr, n_blocks, MODE: tl.constexpr):
 
 @triton.jit
 def tile_of(pid, tiles_ptr, n_blocks, m, m_tiles, MODE: tl.constexpr, BLOCK_M: tl.constexpr):
-    """-> tile, block of weight rows, expert, first row, end of the valid rows, end of the written rows."""
+    """Returns tile, block of weight rows, expert, first row, end of the valid rows, end of the written
+    rows.
+    """
     if MODE == "mapped":
         tile, pid_n = _swizzle(pid, tl.load(tiles_ptr), n_blocks)
         entry = tiles_ptr + 4 + 4 * tile
@@ -205,7 +220,7 @@ def tile_of(pid, tiles_ptr, n_blocks, m, m_tiles, MODE: tl.constexpr, BLOCK_M: t
 
 @triton.jit
 def curve(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
-    """f(x) in float32; see meta.formats.Activation."""
+    """Computes f(x) in float32; see meta.formats.Activation."""
     if ACT == "gelu":
         f = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif ACT == "gelu_tanh":
@@ -221,7 +236,7 @@ def curve(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def activate(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """f(gate) * (up + UP_OFFSET) in float32; see meta.formats.ACTIVATIONS."""
+    """Computes f(gate) * (up + UP_OFFSET) in float32; see meta.formats.ACTIVATIONS."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
@@ -230,8 +245,10 @@ def activate(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constex
 
 @triton.jit
 def store_terms(ptr, offset, value, mask, stride, TERMS: tl.constexpr):
-    """Writes a float32 value as TERMS bfloat16 values that add up to it (exactly, for three)."""
-    if ptr.dtype.element_ty == tl.float32:  # the interpreter's path: one exact term
+    """Writes a float32 value as TERMS bfloat16 values. Their sum is the value (exactly, if there are
+    three).
+    """
+    if ptr.dtype.element_ty == tl.float32:  # only in the interpreter: one exact term
         tl.store(ptr + offset, value, mask=mask)
     else:
         for t in tl.static_range(TERMS):
@@ -258,7 +275,7 @@ def gemm_kernel(
     m,  # rows of the output; MASKED: rows of one group
     m_tiles,  # tiles along tokens when not MAPPED; MASKED, K: of one group
     one,  # 1.0
-    MODE: tl.constexpr,  # "dense", "masked", "mapped", "k": groups of columns, out [G, rows, N]
+    MODE: tl.constexpr,  # "dense", "masked", "mapped", or "k": groups of columns, out is [G, rows, N]
     HAS_ROWS: tl.constexpr,
     A_DIV: tl.constexpr,  # row r of the output reads row r // A_DIV of a
     KIND: tl.constexpr,
@@ -268,7 +285,7 @@ def gemm_kernel(
     TERMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_A_FACTOR: tl.constexpr,
-    GATED: tl.constexpr,  # an activation follows: of gate and up, or, where UP_OFFSET is None, of up alone
+    GATED: tl.constexpr,  # an activation follows: of gate and up, or of up alone if UP_OFFSET is None
     INTERLEAVED: tl.constexpr,
     ACT: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -303,8 +320,8 @@ def gemm_kernel(
         row = pos
     source = tl.where(valid, row // A_DIV, 0).to(tl.int64)
 
-    # --- which weight rows: tiles of gate and up hold eight gate rows, then their eight up rows, and so on,
-    # so that both halves of a pair land in one thread ---
+    # --- which weight rows: tiles of gate and up alternate eight gate rows and their eight up rows, so that
+    # one thread gets both values of a pair ---
     i_n = tl.arange(0, BLOCK_N)
     if GATED and UP_OFFSET is not None:
         pair = pid_n * (BLOCK_N // 2) + (i_n // 16) * 8 + i_n % 8
@@ -340,7 +357,7 @@ def gemm_kernel(
         k_begin = tl.load(tiles_ptr + group - 1, mask=group > 0, other=0)
         first = k_begin // BLOCK_K
         last = tl.where(k_end > k_begin, (k_end + BLOCK_K - 1) // BLOCK_K, first)
-        # The k at each place of a tile, in plane order.
+        # k at each place of a tile, in plane order.
         place = tl.arange(0, BLOCK_K)
         k_of = 8 * (place % WORDS) + place // WORDS
     a_stride = a_rows.to(tl.int64) * KP
@@ -370,7 +387,7 @@ def gemm_kernel(
         elif TERMS == 1 and KIND != "int4":
             acc = tl.dot(planes, tl.load(a_base + kk * BLOCK_K), acc, input_precision="ieee")
         else:
-            # Tensor cores truncate as they accumulate: a new sum for each tile keeps float32's accuracy.
+            # Tensor cores truncate when they accumulate. A new sum for each tile keeps float32's accuracy.
             part = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
             for t in tl.static_range(TERMS):
                 a = tl.load(a_base + t * a_stride + kk * BLOCK_K)
@@ -381,8 +398,9 @@ def gemm_kernel(
     out_row = row.to(tl.int64)
     if MODE == "k":
         out_row += (tile // m_tiles).to(tl.int64) * m
-    # Triton 3.6's ptxas converts accumulators to bfloat16 before it has waited for wgmma to write them, if
-    # that is their first use; never if it is a product. test_triton_interpret.py looks for it.
+    # A bug of Triton 3.6's ptxas: if the first use of accumulators is a conversion to bfloat16, it converts
+    # them before wgmma has written them. It does not do so if their first use is a product.
+    # test_triton_interpret.py checks this.
     factor = one
     if KIND == "nvfp4":
         factor = tl.load(gs_ptr + e)
@@ -393,7 +411,7 @@ def gemm_kernel(
     else:
         acc = acc * factor
     if SPLIT_K > 1:
-        # Padding is masked and the bias added where the parts are summed.
+        # Who sums the parts masks the padding and adds the bias.
         o = out_ptr + split * out_rows.to(tl.int64) * n + out_row[None, :] * n + offs_n[:, None]
         tl.store(o, acc, mask=mask_n[:, None] & written[None, :])
         return
@@ -414,7 +432,7 @@ def gemm_kernel(
         plane = tl.arange(0, 8)
         CW: tl.constexpr = OUT_CHUNK // 8
         col = (word // CW * OUT_CHUNK + word % CW)[None, None, :] + plane[None, :, None] * CW
-        # Columns from I to OUT_KP are padding that the next product reads: zeros, which h is there.
+        # Columns from I to OUT_KP are padding that the next product reads. h is zero there.
         keep = written[:, None, None] & (word < OUT_KP // 8)[None, None, :]
         at = out_row[:, None, None] * OUT_KP + col
         store_terms(out_ptr, at, h, keep, out_rows.to(tl.int64) * OUT_KP, OUT_TERMS)

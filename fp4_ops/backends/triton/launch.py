@@ -1,8 +1,8 @@
-"""Compiles product kernels, asks what resources they need, and chooses a tile that fits the GPU.
+"""Compiles product kernels, finds what resources they need, and chooses a tile that fits the GPU.
 
-Each version of Triton decides anew how much shared memory a kernel takes. So tiles are compiled in the order
-of `tiles.ranked` until one fits. If its launch still fails, because the device gives less memory than it
-reports, the tile is not used again and the next one is tried.
+How much shared memory a kernel takes depends on the version of Triton. So tiles are compiled in the order of
+`tiles.ranked` until one fits. Its launch can still fail, because the device gives less memory than it
+reports. Then the tile is not used again, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .tiles import Device, Problem, Tile
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 
-# A pass of Triton fails: one for sm_100 does so on some tiles that are 32 deep.
+# Message of a failed pass of Triton. For example, a pass for sm_100 fails on some tiles of depth 32.
 COMPILER_FAILED = "PassManager::run failed"
 
-# Columns of tensor memory, where Blackwell's products keep their sums.
+# Columns of tensor memory. Blackwell's products keep their sums there.
 TENSOR_MEMORY = 512
 
 logger = logging.getLogger("fp4_ops")
@@ -47,7 +47,7 @@ class Compilable(Protocol):
         """Describes the operands, for messages."""
 
     def arguments(self) -> tuple[Any, ...]:
-        """Returns the arguments for a compilation without a launch: a dtype in place of each tensor."""
+        """Returns the arguments for a compilation without a launch. Each tensor is replaced by its dtype."""
 
     def constants(self, tile: Tile) -> dict[str, Any]:
         """Returns the compile-time constants and options by name."""
@@ -121,7 +121,7 @@ class Spec(NamedTuple):
             self.n, self.k, self.terms, two_sums=self.kind == "int4" or self.terms > 1 or columns,
             bytes=self.bytes, columns=columns, scaled=self.has_a_factor and self.mode == "mapped",
         )  # fmt: skip
-        # A tile of int4 lies within one block of scales, which multiply its sums.
+        # int4 scales multiply the sums of a tile, so a tile must lie within one block of scales.
         return found._replace(deepest=self.block) if self.kind == "int4" else found
 
     def ranked(self, rows: int, experts: int, block_m: int, device: Device) -> tuple[Tile, ...]:
@@ -135,7 +135,7 @@ class Spec(NamedTuple):
 
 
 def uses_asm(device: Device) -> bool:
-    """True if weights are expanded by inline PTX, False if in float32."""
+    """True if inline PTX expands the weights, False if float32 arithmetic does."""
     return device.capability >= (8, 0)
 
 
@@ -174,7 +174,7 @@ _fits: dict[tuple[Device, Compilable, Tile], bool] = {}
 
 
 def fits(spec: Compilable, tile: Tile, device: Device) -> bool:
-    """True if the device has the resources that the kernel needs, and no launch has failed."""
+    """True if the device has the resources that the kernel needs, and no launch with this tile has failed."""
     key = (device, spec, tile)
     known = _fits.get(key)
     if known is None:
@@ -199,8 +199,8 @@ class NoTile(RuntimeError):
 def choose(
     rows: int, experts: int, specs: Sequence[Callable[..., Compilable]], device: Device
 ) -> tuple[Tile, ...]:
-    """Chooses a tile that fits for each product. All have equally many tokens, so they share one map of
-    tiles.
+    """Chooses a tile that fits for each product. All tiles have the same number of tokens, so the products
+    share one map of tiles.
 
     Each of `specs` is called with the tiles that were chosen for the products before. Raises NoTile.
     """
@@ -216,7 +216,7 @@ def choose(
         else:
             return chosen
     raise NoTile(
-        f"fp4_ops: no tile of the product kernel for {spec.what} fits {device.name}, where a thread "
+        f"fp4_ops: no tile of the product kernel for {spec.what} fits {device.name}. There, a thread "
         f"block has {device.shared_memory} bytes of shared memory (Triton {triton.__version__}). Please "
         "report this; until then, multiply by torch.ops.fp4.dequantize(...)"
     )
@@ -227,7 +227,9 @@ class TryNext(Exception):
 
 
 def _wants_resources(error: Exception) -> bool:
-    """True for CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, a RuntimeError with the driver's message."""
+    """True for CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, which Triton may raise as a RuntimeError with the driver's
+    message.
+    """
     words = ("out of resource", "too many resources requested")
     return isinstance(error, OutOfResources) or any(w in str(error).lower() for w in words)
 

@@ -1,9 +1,9 @@
-"""The operators of csrc/schema.cpp by Triton's kernels, with weights in layout plain.
+"""Implements the operators of csrc/schema.cpp with Triton's kernels, for weights in layout plain.
 
 Functions have their operators' names; `fp4_ops/backends/operators.py` finds them here.
 
-Arguments are checked by meta/checks.py, as the fakes do. What only the data could show (bad offsets or
-ids) is clamped on the device.
+meta/checks.py checks the arguments, as for the fakes. Bad offsets or ids, which only the data could show, are
+clamped on the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def quantize_fp8(x, *, layout="plain"):
 
 
 def or_else(w: ops.WeightArgs, a_format: str, fp4, other):
-    """fp4(), by the kernels that multiply FP4 rows as they are, where they take the weight; else other()."""
+    """Calls fp4() if the kernels that multiply FP4 rows directly take the weight; else other()."""
     device = device_of(w.codes.device)
     if w.k and support.takes(w.fmt, a_format, device):
         try:
@@ -54,7 +54,7 @@ def or_else(w: ops.WeightArgs, a_format: str, fp4, other):
 
 
 def product(prepare, a, m: int, w: ops.WeightArgs, dtype: torch.dtype, *args, **kwargs):
-    """out [m, w.n] of activations (a, a_scale, a_global_scale, a_format)."""
+    """Returns out [m, w.n] for activations a = (a, a_scale, a_global_scale, a_format)."""
     values, scale, global_scale, a_format = a
 
     def fp4():

@@ -1,4 +1,4 @@
-"""Runs the Triton kernels: allocates, launches, returns. Nothing here reads device memory.
+"""Runs the Triton kernels: allocates results and launches. Nothing here reads device memory on the host.
 
 Every product has two launches. The first permutes the activations and maps tiles to experts, the second is
 `gemm_kernel`. `launch.choose` chooses the tile for both.
@@ -27,7 +27,7 @@ BLOCK_R = 4
 
 
 class WeightArgs(NamedTuple):
-    """A weight operand as the kernel takes it."""
+    """A weight operand, as the kernel takes it."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -103,7 +103,7 @@ def _terms(dtype: torch.dtype, device: Device) -> int:
 
 
 def _permuted(rows: int, k: int, chunk: int, dtype: torch.dtype, place: torch.device) -> Activations:
-    """An empty buffer for `rows` rows of k values in plane order."""
+    """Returns an empty buffer for `rows` rows of k values in plane order."""
     device = device_of(place)
     terms = _terms(dtype, device)
     kp = triton.cdiv(k, chunk) * chunk
@@ -167,7 +167,9 @@ def prepare_grouped(x: torch.Tensor, a: Activations, offs: torch.Tensor, tile: T
 def prepare_indexed(
     x: torch.Tensor, a: Activations, ids: torch.Tensor, groups: int, tile: Tile, *, tail: bool
 ) -> Route:
-    """`ids` has one expert for each row of the output; `tail`: rows of no expert are written as zeros."""
+    """Prepares rows by expert ids. `ids` has one expert for each row of the output. `tail`: rows of no expert
+    are written as zeros.
+    """
     x, ids = x.contiguous(), ids.contiguous()
     m = ids.numel()
     bound = m // tile.block_m + min(groups, m) + 1
@@ -194,7 +196,7 @@ def prepare_indexed(
     return Route("mapped", tile_map, sorted_rows, bound, m)
 
 
-# The mode of the routes that each makes, and whether they sort rows.
+# For each function: the mode of the routes that it makes, and whether they sort rows.
 MODES = {
     prepare_dense: ("dense", False),
     prepare_masked: ("masked", False),
@@ -214,7 +216,7 @@ def spec_of(
         mode, has_rows, a_div, _kind(w.fmt), w.fmt.block, w.n, w.k, terms, w.scale.dtype,
         w.global_scale is not None, None if w.bias is None else w.bias.dtype, a_factor, out,
         gate, h.kp if h else 0, h.chunk if h else 8, h.terms if h else 1,
-        # int32 loads of whole words need rows that start at a word.
+        # Whole words can be loaded as int32 only if each row starts at a word.
         bytes=w.k % 8 != 0 or w.codes.data_ptr() % 4 != 0, asm=launch.uses_asm(device),
     )  # fmt: skip
 
@@ -225,7 +227,7 @@ def product(
 ) -> None:  # fmt: skip
     """Launches the kernel into `out`. Row r of the output reads row r // a_div of a."""
     assert tile.block_k == a.chunk, "the activations were permuted for another tile"
-    # Columns of h up to its padded width are written too, as zeros: the next product reads them.
+    # Columns of h up to its padded width are also written, as zeros, because the next product reads them.
     columns = known_activation(spec.gate).parts * spec.out_kp if spec.gate is not None else w.n
     n_blocks = triton.cdiv(columns, tile.block_n)
     launch.launch(
@@ -255,7 +257,9 @@ def run_product(
     prepare, x: torch.Tensor, rows: int, w: WeightArgs, out_dtype: torch.dtype, *args,
     a_factor: torch.Tensor | None = None, **kwargs,
 ):  # fmt: skip
-    """Prepare, multiply: out [rows, w.n], every row written. `a_factor` float32: one for each row of x."""
+    """Prepares and multiplies. Returns out [rows, w.n], with every row written. `a_factor`: float32, one for
+    each row of x.
+    """
     out = torch.empty((rows, w.n), dtype=out_dtype, device=x.device)
     if out.numel():
         _run(prepare, x, rows, w, out, rows, a_factor, *args, **kwargs)
@@ -263,7 +267,7 @@ def run_product(
 
 
 def grouped_mm_k(x, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype, a_factor: torch.Tensor | None):
-    """out[g] = x[:, offs[g-1]:offs[g]] @ w[:, offs[g-1]:offs[g]].T: [G, M, N]."""
+    """Returns [G, M, N]: out[g] = x[:, offs[g-1]:offs[g]] @ w[:, offs[g-1]:offs[g]].T."""
     m, groups = x.shape[0], offs.shape[0]
     out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=x.device)
     if out.numel() and w.k:
@@ -293,20 +297,20 @@ def moe(x, topk_ids, topk_weights, up: WeightArgs, down: WeightArgs, activation:
 def _experts(
     x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H], without bias and
-    weight.
+    """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H]. The bias is not
+    added, and routing weights are not applied.
     """
     top_k = topk_ids.shape[1]
     rows = topk_ids.numel()
     device = device_of(x.device)
     terms = _terms(x.dtype, device)
-    # The hidden state is as exact as the output.
+    # The hidden state has as many terms as the output's dtype needs.
     h_terms = _terms(out_dtype, device)
     down_spec = spec_of(prepare_indexed, down, h_terms, torch.float32, device)
     dtype = launch.compute(launch.uses_asm(device))[0]
 
     def up_spec(down_tile: Tile) -> Spec:
-        # Written in the order that the second product's tile reads.
+        # The first product writes in the order that the second product's tile reads.
         kp = triton.cdiv(down.k, down_tile.block_k) * down_tile.block_k
         return spec_of(
             prepare_indexed, up, terms, dtype, device, a_div=top_k, gate=activation,
@@ -324,7 +328,9 @@ def _experts(
 
 
 def combine(y: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, down: WeightArgs, out):
-    """out[t] = sum over j of weights[t, j] * (y[t, j] + bias[ids[t, j]]) in float32, in the order of j."""
+    """Computes out[t] = sum over j of weights[t, j] * (y[t, j] + bias[ids[t, j]]), in float32 and in the
+    order of j.
+    """
     tokens, top_k = topk_ids.shape
     block = min(1024, _pow2(down.n)) if tokens > 64 else min(256, _pow2(down.n))
     routing.combine_kernel[(tokens, triton.cdiv(down.n, block))](
@@ -348,10 +354,10 @@ def quantize_matrix(x: torch.Tensor, fmt: Format, global_scale: torch.Tensor | N
     elif x.numel() == 0:
         gs = torch.ones(matrices, dtype=torch.float32, device=x.device)
     else:
-        # Max is exact in any dtype, so no float32 copy of x is made.
+        # A maximum is exact in any dtype, so this makes no float32 copy of x.
         dims = tuple(range(max(0, x.dim() - 2), x.dim()))
         amax = torch.maximum(x.amax(dims), -x.amin(dims)).float()
-        # By a tensor: torch turns a division by a number into a product, which rounds differently.
+        # Divide by a tensor: torch turns a division by a number into a product, which rounds differently.
         gs = torch.where(amax == 0, 1.0, amax / torch.full_like(amax, 6.0 * 448.0)).contiguous()
     if rows:
         per_matrix = x.shape[-2] if x.dim() >= 2 else 1
@@ -372,10 +378,11 @@ def quantize_matrix(x: torch.Tensor, fmt: Format, global_scale: torch.Tensor | N
 
 
 def quantize_rows(x: torch.Tensor, fmt: Format):
-    """x [rows, K] to FP4, each row as a matrix of its own.
+    """Quantises x [rows, K] to FP4, each row as a matrix of its own.
 
-    Returns packed [rows, K/2]; block scales as bytes [rows, S], S the blocks of a row, padded with zeros to a
-    multiple of 16; and float32 [rows]: the global scale, for mxfp4 1, NaN for a row with a NaN or infinity.
+    Returns packed [rows, K/2]; block scales as bytes [rows, S], where S is the number of blocks of a row,
+    rounded up to a multiple of 16 (the rest is zeros); and float32 [rows]: the global scale, or 1 for mxfp4.
+    It is NaN for a row with a NaN or infinity.
     """
     x = x.contiguous()
     rows, k = x.shape
@@ -436,15 +443,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_groups(src: torch.Tensor, ends: torch.Tensor, m: int, max_m: int, *, to_masked: bool):
-    """to_masked: [m, W] -> [G, max_m, W]; else back. Returns the rows and the clamped counts or offsets."""
+    """Copies [m, W] to [G, max_m, W] if to_masked, else back. Returns the rows, and the clamped counts or
+    offsets.
+    """
     src, ends = src.contiguous(), ends.contiguous()
     groups, width = ends.shape[0], src.shape[-1]
     shape = (groups, max_m, width) if to_masked else (m, width)
     out = torch.empty(shape, dtype=src.dtype, device=src.device)
-    # As bits: GPUs before sm_89 have no float8, and no kernel needs to know what a row holds.
+    # Rows are copied as bits: GPUs before sm_89 have no float8, and the kernel need not know the dtype.
     bits = _BITS[src.dtype.itemsize]
     clamped = torch.empty_like(ends)
-    # Program 0 also writes `clamped`, so there is one even when there is no row to write.
+    # Program 0 also writes `clamped`, so it runs even if there is no row to write.
     rows = max(1, groups * max_m if to_masked else m)
     if groups == 0:
         return out.zero_(), clamped

@@ -1,5 +1,6 @@
-"""Elementwise kernels: quantize (matrices, and rows one by one), dequantize, quantize_int8, quantize_fp8.
-Bit for bit what csrc/cpu does."""
+"""Elementwise kernels: quantize (matrices, and rows one by one), dequantize, quantize_int8, quantize_fp8. The
+results are the same bits as those of csrc/cpu.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from .gemm import decode_e2m1, decode_e4m3, decode_e8m0
 
 @triton.jit
 def _encode_e4m3(v):
-    """e4m3 byte of v >= 0: nearest even, saturating at 448 (0x7E); 0 for NaN, the 0 / 0 of tiny matrices."""
+    """Returns the e4m3 byte of v >= 0, rounded to nearest even and saturated at 448 (0x7E). NaN becomes 0: it
+    is the 0 / 0 of tiny matrices.
+    """
     bits = v.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # rebias the exponent, 120 << 3
-    # Below 2^-6 the grid is uniform, 2^-9: adding 2^14 leaves the rounded multiple in the low bits.
+    # Below 2^-6, e4m3 has uniform steps of 2^-9. Adding 2^14 leaves the rounded multiple in the low bits.
     subnormal = (v + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     byte = tl.where(bits < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
     return tl.where(bits > 0x7F800000, 0, byte)
@@ -22,9 +25,9 @@ def _encode_e4m3(v):
 
 @triton.jit
 def _encode_e2m1(v):
-    """Nearest e2m1 code, ties to the even code; saturates at 6 and keeps the sign of zero."""
+    """Returns the nearest e2m1 code; ties go to the even code. Saturates at 6, and keeps the sign of zero."""
     a = tl.abs(v)
-    # The midpoints between neighbours; a tie goes down where the lower code is even.
+    # Compare with the midpoints between neighbours. A tie goes down if the lower code is even.
     code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32)
     code += (
         (a >= 1.75).to(tl.int32) + (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
@@ -35,15 +38,19 @@ def _encode_e2m1(v):
 
 @triton.jit
 def _bf16_bits(v):
-    """The bits of a bfloat16, nearest even. In integers: the interpreter truncates."""
+    """Returns the bits of a bfloat16, rounded to nearest even. It uses integers, because the interpreter
+    truncates.
+    """
     bits = v.to(tl.int32, bitcast=True)
     return tl.where(bits > 0x7F800000, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
 
 
 @triton.jit
 def _encode_blocks(x, gs, KIND: tl.constexpr):
-    """Blocks of float32 values [T, BLOCK], zeros past the end -> the bytes or bits of their scales [T], and
-    their codes [T, BLOCK]. gs: float32, one or one a block; nvfp4."""
+    """Quantises blocks of float32 values [T, BLOCK], with zeros past the end. Returns the bytes or bits of
+    their scales [T], and their codes [T, BLOCK]. gs: the float32 global scale of nvfp4, one for all blocks or
+    one for each.
+    """
     amax = tl.max(tl.abs(x), 1)
     if KIND == "nvfp4":
         byte = _encode_e4m3(tl.div_rn(tl.div_rn(amax, 6.0), gs))
@@ -62,7 +69,7 @@ def _encode_blocks(x, gs, KIND: tl.constexpr):
         rounded = tl.minimum(tl.maximum(value, -8.0), 7.0) + 12582912.0
         code = tl.where(usable[:, None], rounded.to(tl.int32, bitcast=True) & 15, 0)
     else:
-        # A block whose scale is zero holds zeros, or values too small for any scale: only their signs stay.
+        # If a block's scale is zero, its values are zeros or too small for any scale. Only their signs stay.
         code = _encode_e2m1(value)
         code = tl.where(usable[:, None], code, code & 8)
     return byte, code
@@ -70,7 +77,7 @@ def _encode_blocks(x, gs, KIND: tl.constexpr):
 
 @triton.jit
 def _pairs(code):
-    """Codes [T, BLOCK] -> bytes [T, BLOCK/2]."""
+    """Packs codes [T, BLOCK] into bytes [T, BLOCK/2]."""
     T: tl.constexpr = code.shape[0]
     BLOCK: tl.constexpr = code.shape[1]
     low, high = tl.split(tl.reshape(code, (T, BLOCK // 2, 2)))
@@ -118,8 +125,10 @@ def quantize_rows_kernel(
     KIND: tl.constexpr,
     TILE: tl.constexpr,  # scale blocks at a time
 ):
-    """One program a row, quantised as a matrix of its own, to FP4: factor = its global scale, for mxfp4 1;
-    NaN where the row has a NaN or infinity. Scales past the row's blocks are zero bytes."""
+    """Quantises each row to FP4, as a matrix of its own. A program takes one row. factor is the global scale,
+    or 1 for mxfp4; it is NaN if the row has a NaN or infinity. Scales past the row's blocks are zero
+    bytes.
+    """
     row = tl.program_id(0).to(tl.int64)
     i_block = tl.arange(0, TILE)
     i_k = i_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -157,7 +166,9 @@ def dequantize_kernel(
     KIND: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """value = (code * block scale) * global scale, rounded once to float32 (float64: not at all)."""
+    """Computes value = (code * block scale) * global scale, rounded once to float32 (not at all for
+    float64).
+    """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     row = i // BLOCKS
@@ -168,7 +179,7 @@ def dequantize_kernel(
     packed = tl.load(packed_ptr + row[:, None] * (K // 2) + byte_k, mask=mask, other=0).to(tl.int32)
     scale = tl.load(scale_ptr + i, mask=inside, other=0)
     code = tl.reshape(tl.join(packed & 15, packed >> 4), (TILE, BLOCK))
-    # float32 holds every e2m1 times e4m3 exactly, but six times the largest e8m0 only as infinity.
+    # float32 holds every e2m1 times e4m3 exactly. But six times the largest e8m0 becomes infinity.
     WIDE: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     if KIND == "int4":
         value = ((code ^ 8) - 8).to(WIDE) * scale.to(WIDE)[:, None]
@@ -184,7 +195,9 @@ def dequantize_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def quantize_int8_kernel(x_ptr, codes_ptr, scale_ptr, rows, K: tl.constexpr, TILE: tl.constexpr):
-    """scale = amax / 127 for each 32, codes to nearest even; a block of zeros gets scale 0."""
+    """Quantises blocks of 32: scale = amax / 127, codes rounded to nearest even. A block of zeros gets scale
+    0.
+    """
     BLOCK: tl.constexpr = 32
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -214,7 +227,9 @@ def quantize_fp8_kernel(
     SM90: tl.constexpr,  # the order of layout sm90 inside each 64: csrc/common/sm90_layout.h
     CHUNK: tl.constexpr,
 ):
-    """One program a row: scale = amax / 448, codes to nearest even; a row of zeros gets scale 0."""
+    """Quantises one row in each program: scale = amax / 448, codes rounded to nearest even. A row of zeros
+    gets scale 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     # As integers, the bits of a NaN are above those of every number, so a NaN reaches the scale.
     top = tl.zeros((CHUNK,), dtype=tl.int32)
@@ -225,7 +240,7 @@ def quantize_fp8_kernel(
     amax = tl.max(top, 0)
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
     tl.store(scale_ptr + row, scale)
-    # Zero where the row has no usable scale: its codes are then zeros.
+    # The factor is zero if the row has no usable scale. Its codes are then zeros.
     usable = tl.where(amax < 0x7F800000, scale, 0.0)
     divisor = tl.zeros((CHUNK,), dtype=tl.float32) + tl.where(usable > 0.0, usable, 1.0)
     for start in range(0, KP, CHUNK):

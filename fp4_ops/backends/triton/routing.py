@@ -1,13 +1,14 @@
-"""Everything that happens before the product: one launch (two for very many rows) that never reads back.
+"""Kernels before and after the product. The steps before it take one launch (two for very many rows), and the
+host reads nothing back.
 
-It puts the activations into plane order (see gemm.py) and writes the map from tiles to experts:
+The launch puts the activations into plane order (see gemm.py) and writes the map from tiles to experts:
 
     tiles[0] = number of tiles
     tiles[4 + 4 i : 8 + 4 i] = expert, first row, end of valid rows, end of written rows
 
-Rows are positions in expert order. Rows that belong to no expert form one last group, expert -1, whose
-rows are written as zeros. Offsets and ids are clamped, never trusted: bad routing gives
-wrong rows, not a fault.
+Rows are positions in expert order. Rows that belong to no expert form a last group, expert -1, and are
+written as zeros. Offsets and ids are clamped: bad routing gives wrong rows, but no access outside the
+tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def permute_rows(
     x_ptr, out_ptr, rows, pid, K: tl.constexpr, KP: tl.constexpr, CHUNK: tl.constexpr, TERMS: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, K] -> out [TERMS, rows, KP]: inside each CHUNK of k, all k % 8 == 0 first, and so on."""
+    """Writes x [rows, K] to out [TERMS, rows, KP] in plane order: inside each CHUNK of k, all k % 8 == 0 come
+    first, then all k % 8 == 1, and so on.
+    """
     chunks: tl.constexpr = KP // CHUNK
     row = (pid // chunks) * BLOCK_R + tl.arange(0, BLOCK_R)
     base = (pid % chunks) * CHUNK
@@ -40,8 +43,9 @@ def permute_rows(
 
 @triton.jit
 def write_tiles(tiles_ptr, starts, ends, experts, m, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
-    """Writes the tile map of groups [starts, ends). TAIL adds the rows from the last end to m as expert
-    -1."""
+    """Writes the tile map of groups [starts, ends). With TAIL, the rows from the last end to m are added as
+    expert -1.
+    """
     count = (ends - starts + BLOCK_M - 1) // BLOCK_M
     first = tl.cumsum(count, 0) - count
     total = tl.sum(count, 0)
@@ -84,7 +88,7 @@ def prepare_offs(
     K: tl.constexpr, KP: tl.constexpr, CHUNK: tl.constexpr, TERMS: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Program 0 (if MAPPED) writes the tile map of `offs`; the others permute x."""
+    """Program 0 writes the tile map of `offs`, if MAPPED. The others permute x."""
     pid = tl.program_id(0)
     if MAPPED:
         if pid == 0:
@@ -108,7 +112,7 @@ def _ends_of_offs_shifted(offs_ptr, m, G, GP: tl.constexpr):
 
 @triton.jit
 def _load_ids(ids_ptr, r, m, G: tl.constexpr):
-    """Loads the expert ids of rows r. Ids outside [0, G) become G, rows past m become G + 1."""
+    """Loads the expert ids of rows r. Ids outside [0, G) become G. Rows past m get G + 1."""
     e = tl.load(ids_ptr + r, mask=r < m, other=0)
     e = tl.where((e >= 0) & (e < G), e, G).to(tl.int32)
     return tl.where(r < m, e, G + 1)
@@ -121,11 +125,11 @@ def prepare_ids(
     BLOCK_R: tl.constexpr,
     BLOCK_M: tl.constexpr, SCAN: tl.constexpr, SORT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Sorts rows by id: program 0 counts and writes the tile map, the next programs sort the m rows, the rest
-    permute x.
+    """Sorts rows by id. Program 0 counts, and writes the tile map. The next programs sort the m rows, and the
+    rest permute x.
 
     A row's place is the number of rows with a smaller (id, row). The m^2 comparisons are spread over the
-    programs, and are cheaper than a second launch up to several thousand rows.
+    programs. Up to several thousand rows they are cheaper than a second launch.
     """
     pid = tl.program_id(0)
     if pid == 0:
@@ -158,7 +162,7 @@ def count_ids(
     K: tl.constexpr, KP: tl.constexpr, CHUNK: tl.constexpr, TERMS: tl.constexpr, BLOCK_R: tl.constexpr,
     SCAN: tl.constexpr,
 ):  # fmt: skip
-    """Many rows, first launch: counts each id in each SCAN rows. Other programs permute x."""
+    """First launch for many rows: counts each id in each SCAN rows. Other programs permute x."""
     pid = tl.program_id(0)
     if pid < count_programs:
         count = tl.histogram(_load_ids(ids_ptr, pid * SCAN + tl.arange(0, SCAN), m, G), BINS)
@@ -172,7 +176,7 @@ def sort_ids(
     ids_ptr, counts_ptr, sorted_ptr, tiles_ptr, m, count_programs, G: tl.constexpr, BINS: tl.constexpr,
     BLOCK_M: tl.constexpr, SCAN: tl.constexpr, SORT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Many rows, second launch: program 0 writes the tile map, the others sort SORT rows each."""
+    """Second launch for many rows: program 0 writes the tile map, and each other program sorts SORT rows."""
     pid = tl.program_id(0)
     bins = tl.arange(0, BINS)
     r0 = (pid - 1) * SORT
@@ -215,7 +219,9 @@ def combine_kernel(
     HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[t] = sum over j, in order, of weights[t, j] * (y[t, j] + bias[id]); other ids add nothing."""
+    """Computes out[t] = sum over j, in order, of weights[t, j] * (y[t, j] + bias[ids[t, j]]). Ids outside [0,
+    G) add nothing.
+    """
     t = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = col < H

@@ -1,4 +1,4 @@
-"""Samples of tensors on a GPU (fp4_ops/samples.py): one kernel for all runs."""
+"""Compares samples of tensors on a GPU (fp4_ops/samples.py), with one kernel for all runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from ...runs import RUN, Runs, library
 
 RUNS_A_PROGRAM = 32
 COMPARED = (1 << 40) - 1
-"""The bits of an answer that count programs; those above count differences."""
+"""Bits of an answer that count programs. The bits above count differences."""
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING."""
 AT_ONCE, SOON = 200_000, 2_000_000
-"""Nanoseconds that the host looks for an answer without a break, and those after which it sleeps."""
+"""Nanoseconds for which the host polls for an answer without a break, and nanoseconds after which it sleeps
+between polls.
+"""
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -75,35 +77,37 @@ def read(at: Tensor, sizes: Tensor, held: Tensor) -> None:
 
 @functools.cache
 def driver() -> ctypes.PyDLL:
-    """Its calls are short: they keep the interpreter's lock, so no two threads launch one graph at once."""
+    """Loads the CUDA driver. Calls keep the interpreter's lock (they are short), so no two threads launch one
+    graph at once.
+    """
     return ctypes.PyDLL("libcuda.so.1")
 
 
 def check(error: int) -> None:
     if error != 0:
-        raise RuntimeError(f"fp4: weights are not compared with what was packed: CUDA error {error}")
+        raise RuntimeError(f"fp4: the weights cannot be compared with their packed bytes: CUDA error {error}")
 
 
 @functools.cache
 def recording(device: torch.device) -> torch.cuda.Stream:
-    """A stream in which nothing ever runs, as it might in one of torch's, which others use as well."""
+    """Returns a stream for recording, in which nothing ever runs. (Others also use torch's own streams.)"""
     made = ctypes.c_void_p()
     check(driver().cuStreamCreate(ctypes.byref(made), NON_BLOCKING))
     return torch.cuda.ExternalStream(made.value, device)
 
 
 class Watch:
-    """Compares the samples with what is there when one stream gets to a point of its work.
+    """Compares the samples with the tensors' current bytes, at a point in the work of one stream.
 
-    `begin` launches the comparison there, a CUDA graph of one kernel, by one call of the driver's. That call
-    is what a step costs more, as steps of a small model wait for the host. The kernel writes its answer to
-    the host's memory, where the host looks for it while later work is under way.
+    `begin` launches the comparison, a CUDA graph of one kernel, with one call of the driver. This call is all
+    that it adds to a step; it counts, because steps of a small model wait for the host. The kernel writes its
+    answer to host memory. The host looks for it there while later work runs.
     """
 
     def __init__(self, samples: Runs) -> None:
         self._runs, self._device = (samples.at, samples.sizes, samples.held), samples.device
         self._programs = programs(samples.at.numel())
-        self._numbers = itertools.count(1)  # of launches; threads draw different ones
+        self._numbers = itertools.count(1)  # numbers of launches; threads draw different ones
         self._count = torch.zeros(1, dtype=torch.int64, device=samples.device)
         self._answer = torch.zeros(1, dtype=torch.int64, device="cpu").pin_memory()
         self._await = functools.partial(library().fp4_await, ctypes.c_void_p(self._answer.data_ptr()))
@@ -139,7 +143,7 @@ class Watch:
         # After `number` launches, at least one was made after this line.
         number = next(self._numbers)
         if self._compare() != 0:
-            # This thread may have no context, or that of another GPU.
+            # This thread may have no context, or the context of another GPU.
             with torch.cuda.device(self._device):
                 torch.cuda.current_stream().query()
                 check(self._compare())
@@ -152,16 +156,16 @@ class Watch:
         """
         compared, end = launches * self._programs, time.monotonic_ns() + SOON
         while (answer := self._await(compared, AT_ONCE)) & COMPARED < compared:
-            # The query raises a CUDA error, if there was one: then no answer comes.
+            # After a CUDA error no answer comes. The query raises such an error.
             if self._stream.query() and (answer := self._await(compared, 0)) & COMPARED < compared:
-                raise RuntimeError("fp4: the GPU did not compare the weights with what was packed")
+                raise RuntimeError("fp4: the GPU did not compare the weights with their packed bytes")
             if time.monotonic_ns() > end:
                 time.sleep(5e-5)
         return answer > COMPARED
 
 
 class Begun:
-    """A comparison on its way."""
+    """A comparison that was launched and may not be finished."""
 
     __slots__ = ("_number", "_watch")
 

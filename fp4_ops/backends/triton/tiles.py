@@ -1,4 +1,4 @@
-"""Ranks the tile shapes of the product kernel (constants.json) by rules. Nothing is tuned at run time.
+"""Ranks the tile shapes of the product kernel (constants.json) by fixed rules. Nothing is tuned at run time.
 
 Only the compiled kernel knows what resources a tile needs, so `launch.py` compiles tiles in this order and
 takes the first that fits. `python -m fp4_ops.backends.triton.tiles` prints the list, and the preferred tiles
@@ -18,7 +18,7 @@ from ...runtime.fitted import groups
 
 @dataclass(frozen=True)
 class Tile:
-    """BLOCK_N weight rows by BLOCK_M tokens, BLOCK_K deep, `stages` tiles in flight."""
+    """A tile of BLOCK_N weight rows by BLOCK_M tokens, BLOCK_K deep, with `stages` tiles in flight."""
 
     block_n: int
     block_m: int
@@ -33,14 +33,15 @@ class Tile:
 _DATA = groups("triton")["tiles"].values
 
 SHAPES = tuple(Tile(*numbers) for numbers in _DATA["shapes"])
-"""Tiles in order of preference, each with the most stages that pay. If it does not fit, fewer are tried.
+"""Tiles in order of preference, each with the most stages that pay. If it does not fit, fewer stages are
+tried.
 
 Weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an expert's rows;
 prefill wants many, so that each expanded weight is used often.
 """
 CANDIDATES = tuple(replace(t, stages=s) for t in SHAPES for s in range(t.stages, 1, -1))
 
-# What GPUs may give one thread block, in bytes: sm_86, 89, 120 and 121; sm_80; sm_90 and 100.
+# Most bytes of shared memory of a thread block: on sm_86, 89, 120 and 121; on sm_80; on sm_90 and 100.
 SHARED_MEMORY = {"99 KB": 101376, "163 KB": 166912, "227 KB": 232448}
 
 
@@ -57,9 +58,9 @@ class Device:
 
     @property
     def holds_256x128(self) -> bool:
-        """True if 16 warps can hold 256 x 128 sums without spilling registers: only with Hopper's wgmma.
+        """True if 16 warps can hold 256 x 128 sums without spilling registers. This needs Hopper's wgmma.
 
-        Triton multiplies by tcgen05 with 4 or 8 warps, for which the epilogue of so many sums spills.
+        With tcgen05, Triton multiplies with 4 or 8 warps. Their epilogue spills if there are so many sums.
         """
         return self.capability[0] == 9
 
@@ -72,7 +73,7 @@ class Device:
     def sums_in_tensor_memory(self) -> bool:
         """True for tcgen05.
 
-        Its sums pass through registers to be added: 128 x 128 of int4 spill 256 bytes.
+        Its sums pass through registers to be added. A tile of 128 x 128 with int4 spills 256 bytes.
         """
         return self.capability[0] in (10, 11)
 
@@ -97,7 +98,7 @@ class Problem(NamedTuple):
 
 
 HOPPER = Device("Hopper", (9, 0), SHARED_MEMORY["227 KB"], 132)
-# Where kernels are interpreted, everything fits.
+# In the interpreter, everything fits.
 INTERPRETER = Device("interpreter", (0, 0), 1 << 40, HOPPER.multiprocessors)
 
 _forced: Tile | None = None
@@ -129,7 +130,7 @@ def _properties(index: int) -> Device:
 
 
 def device_of(device: torch.device) -> Device:
-    """The device that holds a tensor."""
+    """Returns the properties of the device that holds a tensor."""
     if _pretended is not None:
         return _pretended
     if device.type != "cuda":
@@ -138,7 +139,9 @@ def device_of(device: torch.device) -> Device:
 
 
 def tokens(rows_per_expert: int) -> int:
-    """Tokens of a tile. Routing is uneven: one of 16 still holds most experts that have 10 on average."""
+    """Returns the tokens of a tile. It allows for uneven routing: 16 tokens are enough for most experts if
+    they have 10 on average.
+    """
     for limit, block_m in zip(_DATA["rows_per_expert"], _DATA["tokens"]):
         if rows_per_expert <= limit:
             return int(block_m)
@@ -148,7 +151,7 @@ def tokens(rows_per_expert: int) -> int:
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:
     """True if the tile makes sense for the problem. Whether it fits is another question."""
     sums = tile.block_n * tile.block_m
-    # On Hopper 264 to 408 bytes a thread went to the stack where rows that a map finds are scaled.
+    # On Hopper, 264 to 408 bytes of each thread spilled if rows come from a map and have factors.
     crowded = problem.two_sums or problem.bytes or problem.scaled
     if sums == 256 * 128 and (crowded or not device.holds_256x128):
         return False
@@ -156,10 +159,10 @@ def usable(tile: Tile, problem: Problem, device: Device) -> bool:
         few = 128 * 64 if device.sums_in_registers else 128 * 128
         if tile.block_n > 128 or sums > few:
             return False
-        # 64 x 16 x 256 put 264 bytes a thread on the stack for sm_120.
+        # On sm_120, 64 x 16 x 256 spilled 264 bytes of each thread.
         if problem.columns and (tile.block_m * tile.block_k > 64 * 64 or tile.block_k > 128):
             return False
-    # Words that are put together from bytes leave fewer registers for the second sum.
+    # If words are put together from bytes, fewer registers are left for the second sum.
     if problem.bytes and problem.two_sums and sums > 128 * 64:
         return False
     if problem.two_sums and tile.block_m == 128 and device.sums_in_tensor_memory:
@@ -182,8 +185,9 @@ def _ranked(
 
 
 def by_programs(fits: list[Tile], per_expert: int, experts: int, n: int, device: Device) -> list[Tile]:
-    """Tiles of as many tokens in their order, but fewer weight rows a tile where that brings more
-    multiprocessors to work."""
+    """Orders tiles of one number of tokens: tiles with fewer weight rows come first if more multiprocessors
+    then have work.
+    """
 
     def programs(t: Tile) -> int:
         return experts * -(-per_expert // t.block_m) * -(-n // t.block_n)
@@ -193,13 +197,15 @@ def by_programs(fits: list[Tile], per_expert: int, experts: int, n: int, device:
 
 
 def spread_of(rows: int, experts: int) -> tuple[int, int]:
-    """(rows an expert, experts that have any), if each row has one expert."""
+    """Returns (rows of an expert, experts that have rows), if each row has one expert."""
     hit = max(1, min(experts, rows))
     return -(-rows // hit), hit
 
 
 def token_blocks(rows: int, experts: int) -> tuple[int, ...]:
-    """Tokens of a tile, best first. Tiles of fewer need less memory, and are only more."""
+    """Returns numbers of tokens of a tile, best first. Tiles with fewer tokens need less memory, but there
+    are more of them.
+    """
     if _forced is not None:
         return (_forced.block_m,)
     best = tokens(spread_of(rows, experts)[0])
@@ -207,7 +213,7 @@ def token_blocks(rows: int, experts: int) -> tuple[int, ...]:
 
 
 def ranked(rows: int, experts: int, problem: Problem, block_m: int, device: Device) -> tuple[Tile, ...]:
-    """Tiles of block_m tokens for `rows` rows, each of one expert, best first; none may be usable."""
+    """Lists tiles of block_m tokens for `rows` rows, each of one expert, best first. It may be empty."""
     if _forced is not None:
         return (within(_forced, problem),)
     return _ranked(*spread_of(rows, experts), problem, block_m, device)
