@@ -338,7 +338,7 @@ def test_autotuning_computes_the_same(form):
 
 def test_int8_is_refused_off_the_cpu():
     assert parse(None, None).a_format("cuda")[0] == "none"
-    with pytest.raises(ValueError, match="activation='int8' needs the Mma kernels. This device"):
+    with pytest.raises(ValueError, match=r"activation='int8' needs the Mma kernels\. This device"):
         parse(None, {"activation": "int8"}).a_format("cuda")
 
 
