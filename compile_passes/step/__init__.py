@@ -1,1 +1,1 @@
-"""Writes what stands between the experts of a decoding step with fewer kernels."""
+"""Rewrites the part of a decoding step between the expert blocks, so that it takes fewer kernels."""

@@ -1,7 +1,9 @@
-"""Products of the same rows in one launch, with the norm before them and the residual after: fp4::linears.
+"""Rewrites products of the same rows to one launch of fp4::linears, with the norm before them and the
+residual after.
 
-In a decoding step each product waits for memory, and each kernel between two of them for the one before. An
-attention layer has a norm, three products of its result, and one whose result is added to the residual.
+In a decoding step each product waits for memory, and each small kernel between two products waits for the
+kernel before it. An attention layer has a norm, three products of the norm's result, and a product whose
+result is added to the residual.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ fp4 = torch.ops.fp4
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_ROWS = 1
-"""Most rows of a product. One is faster than torch's kernels between Inductor's; 64 are slower (H100)."""
+"""Most rows of a product. On an H100, one row is faster than torch's kernels together with Inductor's; 64
+rows are slower.
+"""
 MAX_WEIGHTS = 3
 K_MULTIPLE = 64
 MAX_BYTES = 2**27
-"""Most bytes of the weights of a call. torch's kernels are faster for an output head."""
+"""Most bytes of the weights of a call. For more, such as an output head, torch's kernels are faster."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,9 @@ class _Linear:
 
 
 def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]:
-    """Rewrites products of few rows by `parameters`, which the graph does not write to.
+    """Rewrites products of few rows and `parameters`. The graph must not write to these.
 
-    Says in words what was done, and why a norm that looks alike was left alone.
+    Returns sentences that say what was rewritten, and why a similar norm was left alone.
     """
     done: Counter[str] = Counter()
     left: Counter[str] = Counter()
@@ -75,7 +79,7 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
             left[str(why)] += 1
             norm = None
         if norm is not None and norm.weight not in parameters:
-            left["the norm's weight is no parameter, or the graph writes to it"] += 1
+            left["the norm's weight is not a parameter, or the graph writes to it"] += 1
             norm = None
         if norm is not None and len(linears) <= MAX_WEIGHTS and _bytes(linears) <= MAX_BYTES:
             _write_normed(graph, norm, linears)
@@ -95,7 +99,7 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
 
 
 def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
-    """A product of few rows by a parameter, as nn.Linear makes it."""
+    """Reads a product of few rows and a parameter, as nn.Linear makes it. Returns None for other nodes."""
     if not is_op(node, aten.mm, aten.addmm) or not is_tensor(node):
         return None
     a = arguments(node)
@@ -130,7 +134,7 @@ def _bytes(linears: list[_Linear]) -> int:
 
 
 def _source(x: fx.Node, k: int) -> fx.Node:
-    """Back through reshapes of x as long as these are rows of k elements."""
+    """Follows reshapes of x back, as long as their rows have k elements."""
     source = x
     while passes_order(x):
         x = operand(x)
@@ -140,7 +144,7 @@ def _source(x: fx.Node, k: int) -> fx.Node:
 
 
 def _few(rows: fx.Node) -> bool:
-    """Whether there are at most MAX_ROWS rows. A symbolic number of them counts as many."""
+    """True if there are at most MAX_ROWS rows. A symbolic number counts as too many."""
     total = 1
     for n in map(static_int, shape(rows)[:-1]):
         if n is None:
@@ -150,7 +154,9 @@ def _few(rows: fx.Node) -> bool:
 
 
 def _residual(linear: _Linear) -> tuple[fx.Node, fx.Node] | None:
-    """(the sum, what is added) if nothing but a sum reads the product, as `residual + y` of equal shapes."""
+    """Returns (the sum, the residual) if only a sum `residual + y` of equal shapes reads the product y; else
+    None.
+    """
     node = linear.node
     while len(node.users) == 1:
         (user,) = node.users
@@ -209,7 +215,7 @@ def _call(
 ) -> fx.Node:
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     options: dict[str, Any] = {"keep_norm": True} if keep_norm else {}
-    if _is_computed(x):  # by the kernel before the operator, or an earlier one; the weights are by none
+    if _is_computed(x):  # A kernel of this graph makes x, but none makes the weights.
         options["early"] = True
     given = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     return graph.call_function(fp4.linears.default, (x, weights, biases, *given, residual), options)
@@ -219,7 +225,7 @@ _VIEWS = (aten.slice, aten.select, aten.transpose, aten.permute, aten.t, aten.ex
 
 
 def _is_computed(x: fx.Node) -> bool:
-    """Whether a kernel of the graph makes x: it is no view of an input."""
+    """True if a kernel of the graph makes x, so that x is not a view of an input."""
     while passes_order(x) or is_op(x, *_VIEWS):
         x = operand(x)
     return x.op != "placeholder"
@@ -235,7 +241,7 @@ def _sizes(node: fx.Node) -> list[int | None]:
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
-    """All that reads a node's elements, past reshapes."""
+    """Returns the nodes that read a node's elements, directly or through reshapes."""
     found: set[fx.Node] = set()
     for user in node.users:
         found |= _readers(user) if passes_order(user) else {user}

@@ -18,7 +18,9 @@ class NotRead(Exception):
 
 @dataclass(frozen=True)
 class Norm:
-    """(x.float() * rsqrt(mean(x.float() ** 2) + eps)).to(x.dtype) * weight, along the last dimension."""
+    """RMSNorm: (x.float() * rsqrt(mean(x.float() ** 2) + eps)).to(x.dtype) * weight, along the last
+    dimension.
+    """
 
     node: fx.Node
     x: fx.Node
@@ -27,9 +29,11 @@ class Norm:
 
 
 def read_norm(node: fx.Node) -> Norm | None:
-    """Return the norm whose result `node` is; None if it looks like none. Raises NotRead for another norm."""
+    """Return the norm that computes `node`, or None if `node` does not look like a norm. Raises NotRead for a
+    norm that the operators do not compute.
+    """
     if is_float_cast(node) and any(_scaled(_uncast(a)) is not None for a in _factors(operand(node))):
-        raise NotRead("the norm multiplies by its weight before it rounds")  # as gpt-oss has it
+        raise NotRead("the norm multiplies by its weight before it rounds")  # gpt-oss does this
     if not is_op(node, aten.mul) or not is_tensor(node):
         return None
     for weight, scaled in _each_way(node):
@@ -41,7 +45,7 @@ def read_norm(node: fx.Node) -> Norm | None:
         x, eps = found
         dtype = value(node).dtype
         if not same_shape(shape(weight), shape(node)[-1:]):
-            raise NotRead("the norm's weight is not one number an element")
+            raise NotRead("the norm's weight does not have one number for each element")
         if weight.op != "placeholder":
             raise NotRead("the norm's weight is computed in the graph (as 1 + w)")
         if dtype not in FLOATING or {value(x).dtype, value(weight).dtype} != {dtype}:
@@ -57,7 +61,7 @@ def _factors(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _each_way(node: fx.Node) -> list[tuple[Any, Any]]:
-    """The two factors of a product, in both orders."""
+    """Returns the two factors of a product, in both orders."""
     a, b = node.args
     return [(a, b), (b, a)]
 
@@ -67,7 +71,7 @@ def _uncast(node: Any) -> Any:
 
 
 def _scaled(node: Any) -> tuple[fx.Node, float] | None:
-    """(x, eps) of x.float() * rsqrt(mean(x.float() ** 2, -1, keepdim=True) + eps)."""
+    """Reads (x, eps) from x.float() * rsqrt(mean(x.float() ** 2, -1, keepdim=True) + eps)."""
     if not is_op(node, aten.mul):
         return None
     for wide, inverse in _each_way(node):

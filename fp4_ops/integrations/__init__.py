@@ -1,1 +1,3 @@
-"""Other people's engines: a folder each. Nothing else of this package imports them; the engine does."""
+"""Integrations into inference engines, one folder for each. The engine imports its folder; nothing else in
+this package does.
+"""

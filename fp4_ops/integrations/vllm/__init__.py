@@ -1,7 +1,7 @@
-"""vLLM's way in: the entry point of group `vllm.general_plugins`, which vLLM calls in each of its processes.
+"""Plugin for vLLM: the entry point of group `vllm.general_plugins`. vLLM calls it in each of its processes.
 
-It registers a quantisation config, and leaves vLLM as it is where it cannot: `FP4_VLLM=0`, a vLLM that was
-not tested, kernels that do not run. docs/serving.md says what it takes.
+It registers a quantisation config. It leaves vLLM as it is if `FP4_VLLM=0` is set, if this release of vLLM
+was not tested, or if our kernels do not run. docs/serving.md says which models it takes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 NAME = "fp4_ops"
 """Our name among vLLM's quantisation methods (`--quantization fp4_ops`)."""
 SWITCH = "FP4_VLLM"
-"""The environment variable that turns it off: 0."""
+"""The environment variable that turns the plugin off, if it is 0."""
 TESTED = ("0.32",)
-"""Releases of vLLM that it was run in."""
+"""Releases of vLLM with which the plugin was tested."""
 
 LOG = logging.getLogger("vllm.fp4_ops")  # vLLM shows what is below its own name
 
 
 def register() -> None:
-    """Registers the quantisation config, or says in one warning why vLLM stays as it is."""
+    """Registers the quantisation config. If it cannot, a warning says why vLLM stays as it is."""
     if os.environ.get(SWITCH, "1") == "0":
         return
     if reason := why_not():
@@ -30,7 +30,7 @@ def register() -> None:
 
 
 def why_not() -> str:
-    """Why vLLM stays as it is; "" if nothing speaks against it."""
+    """Returns the reason to leave vLLM as it is, or "" if there is none."""
     import vllm
 
     version = vllm.__version__
@@ -42,13 +42,15 @@ def why_not() -> str:
     try:
         _try_kernels()
         from . import config  # noqa: F401
-    except Exception as error:  # whatever it is, the server must start
+    except Exception as error:  # whatever the error is, the server must start
         return f"fp4_ops does not run here: {type(error).__name__}: {error}"
     return ""
 
 
 def _try_kernels() -> None:
-    """One small expert block on the CPU: a library of another build or processor shows here."""
+    """Runs one small expert block on the CPU. This fails if our library was built for another torch or
+    processor.
+    """
     import torch
 
     import fp4_ops  # noqa: F401

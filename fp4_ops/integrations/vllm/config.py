@@ -1,4 +1,4 @@
-"""The quantisation config `fp4_ops` of vLLM: which folders and which of their layers it takes."""
+"""vLLM's quantisation config `fp4_ops`: decides which folders it takes, and which of their layers."""
 
 from __future__ import annotations
 
@@ -26,20 +26,24 @@ from .stored import Stored, described, is_stack
 from .stored import why_not as why_not_format
 
 ONLINE = "nvfp4"
-"""The format that experts in 16 bits get, as `fp4_ops.prepare` gives it."""
+"""The format that experts in 16 bits get, as with `fp4_ops.prepare`."""
 
 
 def why_not_device() -> str:
-    """Why folders are left to vLLM on this device unless `--quantization fp4_ops` asks for us; "" if not."""
+    """Returns why fp4_ops takes no folders on this device unless `--quantization fp4_ops` is given; "" if it
+    does.
+    """
     if current_platform.is_cpu():
         return ""
-    # Its kernels run there, but nobody has run them in this engine yet.
-    return f"fp4_ops takes folders by itself on CPUs alone; --quantization {NAME} asks for it on a GPU"
+    # Our kernels run on GPUs, but were never tried there in vLLM.
+    return f"fp4_ops takes folders by itself only on CPUs; --quantization {NAME} asks for it on a GPU"
 
 
 @register_quantization_config(NAME)
 class Fp4Config(QuantizationConfig):
-    """Config of a folder in 4 bits, read by our dialects, or of one in 16, quantised as it loads."""
+    """Config of a folder in 4 bits, which our dialects read, or of a folder in 16 bits, which is quantised
+    while it loads.
+    """
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         super().__init__()
@@ -51,34 +55,34 @@ class Fp4Config(QuantizationConfig):
 
     @classmethod
     def get_name(cls) -> str:
-        """Our name among vLLM's methods."""
+        """Returns our name among vLLM's methods."""
         return NAME
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
-        """The dtypes that a model may run in."""
+        """Returns the dtypes in which a model may run."""
         return [torch.bfloat16, torch.float16, torch.float32]
 
     @classmethod
     def get_min_capability(cls) -> int:
-        """The least compute capability of a GPU: 8.0."""
+        """Returns the least compute capability of a GPU: 8.0."""
         return 80
 
     @staticmethod
     def get_config_filenames() -> list[str]:
-        """No files: vLLM reads config.json."""
+        """Returns no files, because vLLM reads config.json."""
         return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Fp4Config:
-        """The config of a folder that has a `quantization_config`."""
+        """Returns the config for a folder's `quantization_config`."""
         return cls(config)
 
     @classmethod
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Our name for folders that are read and run here, unless the user names another method."""
+        """Returns our name for folders that fp4_ops reads and runs, unless the user names another method."""
         if user_quant not in (None, NAME):
             return None
         try:
@@ -104,24 +108,24 @@ class Fp4Config(QuantizationConfig):
 
     @staticmethod
     def get_checkpoint_weight_mapper() -> WeightsMapper:
-        """Drops nothing: a dialect checks the order of columns (g_idx)."""
+        """Returns a mapper that drops no tensors, because a dialect checks the order of columns (g_idx)."""
         return WeightsMapper()
 
     def maybe_update_config(
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
-        """Reads the headers of the folder's files, which say what is in 4 bits."""
+        """Reads the headers of the folder's files. They say which weights are in 4 bits."""
         if self.config is not None:
             metadata = get_safetensors_params_metadata(model_name, revision=revision)
             self.stored = Stored.read(model_name, self.config, metadata)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Takes the names that the model's layers have in vLLM."""
+        """Renames the stored weights to the names of the model's layers in vLLM."""
         if self.stored is not None:
             self.stored.rename(hf_to_vllm_mapper)
 
     def get_quant_method(self, layer: Any, prefix: str) -> Any:
-        """The method of one layer; None for those that vLLM runs without one."""
+        """Returns the method of a layer, or None for a layer that vLLM runs without one."""
         if isinstance(layer, RoutedExperts):
             return self._experts(layer, prefix)
         if isinstance(layer, (LinearBase, ParallelLMHead)):
@@ -189,13 +193,15 @@ class Fp4Config(QuantizationConfig):
         self.left.setdefault(why, []).append(prefix)
 
     def tell(self) -> None:
-        """Says once in the log what runs here; called when weights are packed, when all layers are known."""
+        """Logs once what fp4_ops runs. It is called when weights are packed, because all layers are known
+        then.
+        """
         if not self.told:
             self.told = True
             LOG.info("%s", self)
 
     def __str__(self) -> str:
-        """The layers that were taken, and the others with the reason."""
+        """Lists the layers that fp4_ops runs, and the other layers with the reason."""
         took = ", ".join(f"{n} {what}" for what, n in self.taken.items()) or "no layers"
         left = "; ".join(f"{len(names)} {why} ({names[0]}, ...)" for why, names in self.left.items())
         return f"fp4_ops runs {took}" + f"; left to vLLM: {left}" * bool(left)

@@ -1,4 +1,6 @@
-"""Expert blocks in vLLM: weights as they arrive become 4-bit operands, and `fp4::moe` runs them."""
+"""Expert blocks in vLLM: turns weights into 4-bit operands as they arrive, and runs the blocks with
+`fp4::moe`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ GATES = {
     "silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_tanh", "swigluoai": "swigluoai",
     "swigluoai_uninterleave": "swigluoai_halves", "relu2_no_mul": "relu2",
 }  # fmt: skip
-"""vLLM's names of activations to ours."""
+"""Our names of activations, by vLLM's names."""
 OFF = "--quantization with vLLM's own method, or FP4_VLLM=0, keeps vLLM's kernels"
 SHARDS = {"w1": ("gate_up", "gate"), "w3": ("gate_up", "up"), "w2": ("down", "")}
 """vLLM's names of an expert's matrices."""
@@ -34,7 +36,9 @@ STEMS = {"gate_up": "w13", "down": "w2"}
 
 
 def gate_of(layer: Any) -> str:
-    """The name of the layer's activation for `fp4::moe`. Raises NotImplementedError if there is none."""
+    """Returns the layer's activation by its name in `fp4::moe`. Raises NotImplementedError if there is
+    none.
+    """
     named = layer.activation.value
     own = GATES.get(named)
     limit, alpha, beta = (
@@ -63,7 +67,7 @@ def gate_of(layer: Any) -> str:
 
 
 def check(layer: Any) -> None:
-    """Raises NotImplementedError for what these methods do not do, before any weight is read."""
+    """Raises NotImplementedError for layers that these methods do not support, before any weight is read."""
     gate_of(layer)
     config = layer.moe_config
     if config.is_lora_enabled:
@@ -79,9 +83,10 @@ def check(layer: Any) -> None:
 
 
 class Experts(FusedMoEMethodBase):
-    """Base of the methods for `RoutedExperts`: the shares of processes, biases, layouts and the call.
+    """Base of the methods for `RoutedExperts`. It handles the shares of processes, biases, layouts and the
+    call.
 
-    A subclass says which weights come, and makes codes of them.
+    A subclass says which weights come, and turns them into codes.
     """
 
     def __init__(self, layer: Any, format: str, tell: Callable[[], None]) -> None:
@@ -96,22 +101,22 @@ class Experts(FusedMoEMethodBase):
         self._halves: dict[int, dict[str, Any]] = {}
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
-        """None: nothing of vLLM's kernels is used."""
+        """Returns None, because vLLM's kernels are not used."""
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """The sizes as they are: operators take any."""
+        """Returns the sizes unchanged, because our operators take any size."""
         return hidden_size, intermediate_size_per_partition
 
     @property
     def is_monolithic(self) -> bool:
-        """Whether the router belongs to the kernel."""
+        """Returns whether the kernel includes the router."""
         return False
 
     @property
     def supports_eplb(self) -> bool:
-        """Whether experts may change places between processes; vLLM refuses the option where not."""
+        """Returns whether experts may move between processes. If not, vLLM refuses the option."""
         return False
 
     def create_weights(
@@ -123,7 +128,7 @@ class Experts(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers a parameter for each tensor that the files have: empty ones, whose loaders gather."""
+        """Registers an empty parameter for each tensor of the files. Its loader gathers the data."""
         self.num_experts, self.params_dtype = num_experts, params_dtype
         for name in self.parameters(layer):
             self._register(layer, name, torch.empty(0), self._loader(layer))
@@ -135,11 +140,11 @@ class Experts(FusedMoEMethodBase):
 
     @abstractmethod
     def parameters(self, layer: Any) -> list[str]:
-        """Names of the parameters that loaders look for."""
+        """Returns the names of the parameters that vLLM's loaders look for."""
 
     @abstractmethod
     def arrived(self, layer: Any, name: str, expert: int, matrix: str, half: str, tensor: Tensor) -> None:
-        """Takes one tensor of one expert, by the number that it has among all."""
+        """Takes one tensor of one expert. `expert` is its number among the experts of all processes."""
 
     def _register(self, layer: Any, name: str, data: Tensor, loader: Any) -> None:
         parameter = torch.nn.Parameter(data, requires_grad=False)
@@ -167,22 +172,24 @@ class Experts(FusedMoEMethodBase):
         return load
 
     def stack_arrived(self, name: str, tensor: Tensor) -> None:
-        """Takes all experts of this process in one."""
-        raise NotImplementedError(f"fp4: {name} holds all experts in one, which this dialect does not")
+        """Takes one tensor that holds all experts of this process."""
+        raise NotImplementedError(
+            f"fp4: {name} holds all experts in one tensor; in this dialect each expert has its own"
+        )
 
     def _bias_loader(self, layer: Any, name: str) -> Any:
         def load(
             param: Any, loaded_weight: Tensor, weight_name: str = "", shard_id: Any = None,
             expert_id: int | None = None, return_success: bool = False,
         ) -> bool | None:  # fmt: skip
-            if expert_id is None:  # all of this process's, cut already
+            if expert_id is None:  # the biases of all experts of this process, already cut
                 param.data = loaded_weight.detach().to(param.dtype).to(param.device, copy=True)
                 return True if return_success else None
             local = layer._map_global_expert_id_to_local_expert_id(expert_id)
             if local == -1:
                 return False if return_success else None
             if name == "w2_bias":
-                # Added once: the processes' results are added up.
+                # Only one process adds the bias, because the processes' results are added up.
                 param.data[local] = loaded_weight if self._rank(layer) == 0 else 0
             else:
                 part = self._share(layer, loaded_weight.shape[0] // (2 if shard_id not in SHARDS else 1))
@@ -203,7 +210,7 @@ class Experts(FusedMoEMethodBase):
         return range(inner) if size == 1 else shards.share(inner, self.format, size, self._rank(layer))
 
     def put(self, layer: Any, expert: int, matrix: str, codes: Codes) -> None:
-        """Keeps this process's part of a whole matrix; w13 with gate and up in one."""
+        """Keeps this process's part of a whole matrix. For w13, the matrix holds gate and up."""
         local = layer._map_global_expert_id_to_local_expert_id(expert)
         if matrix == "down":
             part = self._share(layer, 2 * codes.packed.shape[-1])
@@ -218,8 +225,8 @@ class Experts(FusedMoEMethodBase):
         self._made[matrix][local] = codes
 
     def _rows(self, part: range, inner: int) -> list[range]:
-        """The rows of gate and up that belong to some columns of down."""
-        if len(part) == 0:  # of the one block of zeros
+        """Returns the rows of gate and up that belong to columns `part` of down."""
+        if len(part) == 0:  # the rows of the one block of zeros
             part = range(min(FORMATS[self.format].block, inner))
         if not self.gated:
             return [part]
@@ -228,7 +235,9 @@ class Experts(FusedMoEMethodBase):
         return [part, range(inner + part.start, inner + part.stop)]
 
     def stacks(self, layer: Any) -> dict[str, Operands]:
-        """Both operands in layout plain. Raises ValueError for experts that did not come."""
+        """Returns both operands in layout plain. Raises ValueError for experts whose weights did not
+        arrive.
+        """
         found: dict[str, Operands] = {}
         for matrix, made in self._made.items():
             gone = [e for e in range(self.num_experts) if e not in made]
@@ -242,7 +251,7 @@ class Experts(FusedMoEMethodBase):
         return found
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Puts the weights in the order of bytes that this device's kernels read fastest."""
+        """Packs the weights into the layout that this device's kernels read fastest."""
         self.tell()
         stacks = self.stacks(layer)
         for name in [n for n, _ in layer.named_parameters(recurse=False) if not n.endswith("_bias")]:
@@ -270,7 +279,7 @@ class Experts(FusedMoEMethodBase):
                 layer.register_parameter(f"{STEMS[matrix]}_{end}", parameter)
 
     def _turned(self, layout: str) -> bool:
-        """Whether rows of gate and up, which lie in halves, lie in turn in this layout."""
+        """Returns whether gate and up rows alternate in this layout. (They arrive as two halves.)"""
         return LAYOUTS[layout].interleaved and self.gated and not self.interleaved
 
     def _in_layout(
@@ -293,8 +302,8 @@ class Experts(FusedMoEMethodBase):
         shared_experts: Any,
         shared_experts_input: Tensor | None,
     ) -> Tensor:
-        """The routed experts' sum for each token. Ids of other processes' experts add nothing."""
-        # Some of vLLM's ways hand over flat ids; a reshape by -1 fails where there are no tokens.
+        """Returns the routed experts' sum for each token. Ids of other processes' experts add nothing."""
+        # Some callers in vLLM pass flat ids. A reshape with -1 would fail if there are no tokens.
         chosen = topk_ids.numel() // x.shape[0] if x.shape[0] else layer.top_k
         ids, weights = (t.view(x.shape[0], chosen) for t in (topk_ids, topk_weights))
         if layer.expert_map is not None:
@@ -313,7 +322,7 @@ class Experts(FusedMoEMethodBase):
 
 
 class StoredExperts(Experts):
-    """Experts that the folder has in 4 bits."""
+    """Method for experts that the folder stores in 4 bits."""
 
     def __init__(self, layer: Any, entries: Entries, tell: Callable[[], None]) -> None:
         super().__init__(layer, next(iter(entries.values())).stored.dialect.format, tell)
@@ -324,7 +333,7 @@ class StoredExperts(Experts):
         self._stacks: dict[str, Tensor] = {}
 
     def parameters(self, layer: Any) -> list[str]:
-        """Names of one parameter for each kind of tensor."""
+        """Returns one parameter name for each kind of tensor."""
         if self.is_stack:
             return [f"{stem}_{end}" for stem in STEMS.values() for end in ("weight", "weight_scale")]
         return sorted(
@@ -336,7 +345,7 @@ class StoredExperts(Experts):
         )
 
     def arrived(self, layer: Any, name: str, expert: int, matrix: str, half: str, tensor: Tensor) -> None:
-        """Decodes a matrix once all of its tensors are there, and joins gate and up."""
+        """Decodes a matrix when all of its tensors have arrived, and joins gate and up."""
         key = (expert, matrix, half)
         suffix = "." + name.removeprefix(STEMS[matrix] + "_")
         if self.gathered.add(key, suffix, tensor) is None:
@@ -353,7 +362,7 @@ class StoredExperts(Experts):
         self.put(layer, expert, matrix, codes)
 
     def stack_arrived(self, name: str, tensor: Tensor) -> None:
-        """Keeps GPT-OSS's stacks, which vLLM's loader has cut to this process's part."""
+        """Keeps GPT-OSS's stacks. vLLM's loader has already cut them to this process's part."""
         self._stacks[name] = tensor.detach().clone()
 
     def stacks(self, layer: Any) -> dict[str, Operands]:
@@ -377,7 +386,9 @@ class StoredExperts(Experts):
 
 
 class QuantizedExperts(Experts):
-    """Experts that the folder has in 16 bits: quantised as they arrive, as `fp4_ops.prepare` would."""
+    """Method for experts that the folder stores in 16 bits. It quantises them as they arrive, like
+    `fp4_ops.prepare`.
+    """
 
     def __init__(self, layer: Any, format: str, tell: Callable[[], None]) -> None:
         super().__init__(layer, format, tell)
@@ -385,11 +396,13 @@ class QuantizedExperts(Experts):
         self.streams = getattr(own, "supports_moe_loading", False)
 
     def parameters(self, layer: Any) -> list[str]:
-        """Names of the two weights."""
+        """Returns the names of the two weights."""
         return ["w13_weight", "w2_weight"]
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Where a model's loader writes into the parameters itself, they are as large as the weights."""
+        """Registers the parameters. If a model's loader writes into them itself, they are as large as the
+        weights.
+        """
         super().create_weights(layer, *args, **kwargs)
         if self.streams:
             return
@@ -401,7 +414,7 @@ class QuantizedExperts(Experts):
             self._register(layer, name, data, kwargs["weight_loader"])
 
     def arrived(self, layer: Any, name: str, expert: int, matrix: str, half: str, tensor: Tensor) -> None:
-        """Quantises a matrix, gate and up as one."""
+        """Quantises a matrix; gate and up are one matrix."""
         tensor = tensor.detach().clone()
         if half:
             halves = self._halves.setdefault(expert, {})
@@ -431,14 +444,16 @@ class QuantizedExperts(Experts):
 
 
 class DequantizedExperts(UnquantizedFusedMoEMethod):
-    """Experts that the folder has in 8 bits, beside others in 4: vLLM runs them in the model's dtype."""
+    """Method for experts that the folder stores in 8 bits, if other layers are in 4. vLLM runs them in the
+    model's dtype.
+    """
 
     def __init__(self, layer: Any, entries: Entries) -> None:
         super().__init__(layer.moe_config)
         self.gathered = Gathered(entries)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Registers vLLM's own parameters, and an empty one for each kind of scale."""
+        """Registers vLLM's own parameters, and an empty parameter for each kind of scale."""
         super().create_weights(layer, *args, **kwargs)
         own = kwargs["weight_loader"]
 
@@ -465,7 +480,7 @@ class DequantizedExperts(UnquantizedFusedMoEMethod):
             getattr(layer, name).weight_loader = load
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Drops the scales' parameters, and goes on as vLLM does."""
+        """Drops the scales' parameters, then does what vLLM's method does."""
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if parameter.numel() == 0:
                 delattr(layer, name)

@@ -1,4 +1,4 @@
-"""Linear layers in vLLM whose weights the folder has in 4 bits, on `fp4::mm`, or in 8 bits."""
+"""Linear layers in vLLM whose weights the folder stores in 4 bits (run by `fp4::mm`) or in 8 bits."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ KINDS: tuple[type, ...] = (
     ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear,
     ParallelLMHead,
 )  # fmt: skip
-"""Layers whose division among processes is known here."""
+"""Classes of layers for which this file knows how vLLM divides them among processes."""
 
 
 def why_not(layer: Any) -> str:
-    """Why this layer cannot hold 4-bit weights; "" if it can."""
+    """Returns why this layer cannot hold 4-bit weights, or "" if it can."""
     kind = next(k for k in type(layer).__mro__ if k in KINDS or k is torch.nn.Module)
     if kind is torch.nn.Module or type(layer).weight_loader is not kind.weight_loader:  # type: ignore[attr-defined]
-        return f"vLLM divides a {type(layer).__name__} in a way of its own"
+        return f"fp4_ops does not know how vLLM divides a {type(layer).__name__}"
     return ""
 
 
 def rows_of(layer: Any, shard: Any) -> list[tuple[int, range]]:
-    """The rows of a stored matrix that this process has: (place in the layer's weight, rows).
+    """Returns the rows of a stored matrix that this process has, as (place in the layer's weight, rows).
 
-    shard: which of the matrices that make up the layer's weight, as vLLM's models name it; None: all in one.
+    shard: vLLM's name of one of the matrices that make up the layer's weight. None: all of them in one
+    matrix.
     """
     rank, size = int(getattr(layer, "tp_rank", 0)), int(getattr(layer, "tp_size", 1))
     if isinstance(layer, QKVParallelLinear):
@@ -80,7 +81,7 @@ def rows_of(layer: Any, shard: Any) -> list[tuple[int, range]]:
 
 
 def part_of(layer: Any, shard: Any, names: list[str]) -> str:
-    """The stored weight that a shard of a layer comes from."""
+    """Returns the name of the stored weight from which a shard of a layer comes."""
     if len(names) == 1:
         return names[0]
     place = "qkv".find(shard) if isinstance(shard, str) else shard
@@ -93,7 +94,7 @@ def part_of(layer: Any, shard: Any, names: list[str]) -> str:
 
 
 class StoredLinear(LinearMethodBase):
-    """A linear layer whose weight, or each of the weights that it is put together from, is in 4 bits."""
+    """Method for a linear layer that is stored in 4 bits, as one weight or as several that it joins."""
 
     def __init__(self, entries: Mapping[str, Entry], tell: Callable[[], None]) -> None:
         self.gathered, self.tell = Gathered(entries), tell
@@ -138,7 +139,9 @@ class StoredLinear(LinearMethodBase):
             self._made[place] = shards.add_rows(part, self.sizes[place])
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Joins what has one global scale, and puts it in the order of bytes that the device reads best."""
+        """Joins weights that have one global scale, and packs them into the layout that the device reads
+        fastest.
+        """
         self.tell()
         places = range(len(self.sizes))
         if gone := [place for place in places if place not in self._made]:
@@ -167,9 +170,9 @@ class StoredLinear(LinearMethodBase):
         self.back = k - self.k - self.front
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias"""
+        """Returns x @ weight.T + bias."""
         rows = x.reshape(-1, x.shape[-1])
-        if self.front or self.back:  # blocks that this process shares with another
+        if self.front or self.back:  # zeros for columns of a shared block that another process has
             rows = F.pad(rows, (self.front, self.back))
         out, start = [], 0
         for i in range(self.pieces):
@@ -184,7 +187,7 @@ class StoredLinear(LinearMethodBase):
         return whole.reshape(*x.shape[:-1], whole.shape[-1])
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Raises: an embedding in 16 bits is no output head in 4."""
+        """Raises an error, because a 16-bit embedding cannot be tied to a 4-bit output head."""
         raise NotImplementedError(
             f"fp4: {layer.prefix} is stored in 4 bits, and the config ties it to the embedding. Set "
             "tie_word_embeddings to false in config.json"
@@ -192,7 +195,7 @@ class StoredLinear(LinearMethodBase):
 
 
 def joined(parts: list[Codes]) -> list[Codes]:
-    """Neighbours as one matrix where they have one global scale, and block scales of one dtype."""
+    """Joins neighbouring matrices that have the same global scale and the same dtype of block scales."""
     found = parts[:1]
     for part in parts[1:]:
         last = found[-1]
@@ -210,14 +213,14 @@ def joined(parts: list[Codes]) -> list[Codes]:
 
 
 class DequantizedLinear(UnquantizedLinearMethod):
-    """A linear layer that the folder has in 8 bits: vLLM runs it in the model's dtype."""
+    """Method for a linear layer that the folder stores in 8 bits. vLLM runs it in the model's dtype."""
 
     def __init__(self, entries: Mapping[str, Entry]) -> None:
         super().__init__()
         self.gathered = Gathered(entries)
 
     def create_weights(self, layer: Any, *args: Any, **kwargs: Any) -> None:
-        """Registers vLLM's own parameter, and an empty one for each kind of scale."""
+        """Registers vLLM's own parameter, and an empty parameter for each kind of scale."""
         own = getattr(layer, "weight_loader_v2", layer.weight_loader)
         names = list(self.gathered.entries)
 
@@ -238,7 +241,7 @@ class DequantizedLinear(UnquantizedLinearMethod):
             set_weight_attrs(parameter, {"weight_loader": loader(suffix)})
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Drops the scales' parameters, and goes on as vLLM does."""
+        """Drops the scales' parameters, then does what vLLM's method does."""
         for name, parameter in list(layer.named_parameters(recurse=False)):
             if parameter.numel() == 0:
                 delattr(layer, name)

@@ -1,4 +1,6 @@
-"""The part of a weight that one process of several has: rows, columns, and what of the experts' middle."""
+"""Cuts the part of a weight that one of several processes has: rows, columns, or a part of the experts'
+intermediate size.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from ...checkpoints.fold import cat
 from ...meta.formats import FORMATS
 
 LEAST = 32
-"""Columns that processes share out at a time, if a block is not more: the layouts of GPUs ask for so many."""
+"""A process gets a multiple of this many columns, because the layouts of GPUs need it; or of a block, if that
+is longer.
+"""
 
 
 def share(inner: int, format: str, size: int, rank: int) -> range:
-    """The columns of the experts' middle dimension that a process of `size` has: whole blocks.
+    """Returns the columns of the experts' intermediate dimension that process `rank` of `size` has: whole
+    blocks.
 
-    Any division gives the same sum over processes, so nothing is padded. With more processes than blocks
-    some have none.
+    Any division gives the same sum over processes, so nothing is padded. If there are more processes than
+    blocks, some get no columns.
     """
     unit = max(FORMATS[format].block, LEAST)
     units = -(-inner // unit)
@@ -28,7 +33,7 @@ def share(inner: int, format: str, size: int, rank: int) -> range:
 
 
 def rows(codes: Codes, parts: Sequence[range]) -> Codes:
-    """Some rows of a matrix, in this order."""
+    """Returns rows of a matrix, in the order of `parts`."""
 
     def of(tensor: Tensor) -> Tensor:
         return cat(*(tensor[part.start : part.stop] for part in parts))
@@ -37,9 +42,9 @@ def rows(codes: Codes, parts: Sequence[range]) -> Codes:
 
 
 def columns(codes: Codes, part: range, format: str) -> tuple[Codes, int]:
-    """Some columns of a matrix, and how many zeros now stand before them.
+    """Returns columns of a matrix, and the number of zeros that were put in front of them.
 
-    A block keeps its scale, so a part that begins inside one begins with zero codes.
+    A block keeps its scale. So a part that begins inside a block gets zero codes in front.
     """
     block = FORMATS[format].block
     first = part.start // block
@@ -52,14 +57,14 @@ def columns(codes: Codes, part: range, format: str) -> tuple[Codes, int]:
         packed[:, -1] &= 0x0F
     scale = codes.block_scale.view(torch.uint8) if codes.block_scale.itemsize == 1 else codes.block_scale
     scale = scale[:, first : -(-part.stop // block)].contiguous()
-    if len(part) == 0:  # one block of zeros: an operator's K is not 0
+    if len(part) == 0:  # one block of zeros, because operators need K > 0
         packed = torch.zeros_like(codes.packed[:, : block // 2])
         scale = codes.block_scale[:, :1].contiguous()
     return Codes(packed, scale.view(codes.block_scale.dtype), codes.global_scale), front
 
 
 def add_rows(codes: Codes, n: int) -> Codes:
-    """The matrix with rows of zeros at its end, N = n in all."""
+    """Adds rows of zeros at the end of a matrix, so that N = n."""
     more = n - codes.packed.shape[0]
     if more <= 0:
         return codes
@@ -69,7 +74,7 @@ def add_rows(codes: Codes, n: int) -> Codes:
 
 
 def stack(matrices: Sequence[Codes]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The experts' matrices as one operand [E, N, K]."""
+    """Stacks the experts' matrices to one operand [E, N, K]."""
     packed = torch.stack([c.packed for c in matrices])
     wide = {c.block_scale.dtype for c in matrices}
     scales = [c.block_scale.float() if len(wide) > 1 else c.block_scale for c in matrices]

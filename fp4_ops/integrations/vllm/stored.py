@@ -1,4 +1,4 @@
-"""Index of what a folder stores in 4 and 8 bits, by the names that vLLM gives its layers."""
+"""Lists the weights that a folder stores in 4 and 8 bits, by the names of vLLM's layers."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ from ...expert_names import MATRICES
 from ...meta.formats import FORMATS
 
 VLLM_KEYS = ("total_num_heads", "total_num_kv_heads")
-"""Keys that vLLM adds to a config."""
+"""Keys that vLLM adds to a folder's config."""
 METHODS = {"modelopt_fp4": "modelopt", "modelopt_mixed": "modelopt", "gpt_oss_mxfp4": "mxfp4"}
-"""vLLM's names of methods, and the names that folders use."""
+"""The `quant_method` that folders use, by vLLM's name of it."""
 CACHES = (".k_scale", ".v_scale", ".q_scale", "_bmm_quantizer._amax")
-"""Ends of the names of scales of the cache, which belong to no linear layer."""
+"""Name endings of the kv cache's scales. They do not belong to a linear layer."""
 
 
 def described(config: Mapping[str, Any]) -> tuple[Dialect, ...]:
-    """The dialects of a `quantization_config` as vLLM hands it over. Raises CheckpointError."""
+    """Returns the dialects of a `quantization_config` that vLLM passes. Raises CheckpointError if it cannot
+    be read.
+    """
     own = {key: value for key, value in config.items() if key not in VLLM_KEYS}
     method = own.get("quant_method")
     return dialects_of(own | {"quant_method": METHODS.get(str(method), method)})
 
 
 def why_not(dialects: Iterable[Dialect]) -> str:
-    """Why the engine's layers cannot run weights in these dialects; "" if they can."""
+    """Returns why vLLM's layers cannot run weights in these dialects, or "" if they can."""
     for dialect in dialects:
         if dialect.is_dense:
             continue
         if dialect.format not in FORMATS:
             return f"{dialect.name} holds {dialect.format}, which no operator computes with"
         if dialect.name.startswith("deepseek"):
-            return f"{dialect.name} is loaded by a model of vLLM's own, which asks no quantisation method"
+            return f"vLLM loads {dialect.name} with a model class that does not use quantisation methods"
     return ""
 
 
 def tensors_of(model: str, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
-    """The tensors of a folder, or those of a model of the hub by the headers that vLLM fetched."""
+    """Returns the tensors of a folder. For a model of the hub, reads the headers that vLLM fetched."""
     if Path(model).is_dir():
         return Folder(model).tensors
     where = Path(model)
@@ -58,7 +60,7 @@ class Entry:
 
     stored: StoredWeight
     suffixes: tuple[str, ...]
-    """Ends of the names of its tensors, those that are not read, too."""
+    """Name endings of all its tensors, including those that are not read."""
 
     @property
     def needed(self) -> set[str]:
@@ -66,17 +68,19 @@ class Entry:
 
 
 Entries = dict[tuple[int | None, str, str], Entry]
-"""An experts layer's weights by expert (None: all in one), "gate_up" or "down", and "gate", "up" or ""."""
+"""The weights of an experts layer. A key is (expert, or None for all in one; "gate_up" or "down"; "gate",
+"up" or "").
+"""
 
 
 @dataclass
 class Stored:
-    """All stored weights of a folder, by the names that vLLM's layers have."""
+    """All stored weights of a folder, by the names of vLLM's layers."""
 
     entries: dict[str, Entry]
-    """By the name of the tensor of codes."""
+    """Weights by the name of their tensor of codes."""
     ends: frozenset[str] = frozenset()
-    """Ends of these names."""
+    """Endings of these names."""
 
     @classmethod
     def read(cls, model: str, config: Mapping[str, Any], metadata: Mapping[str, Any]) -> Stored:
@@ -84,8 +88,8 @@ class Stored:
         tensors = tensors_of(model, metadata)
         if not tensors:
             raise CheckpointError(
-                f"fp4: the headers of {model}'s safetensors files cannot be read, and they say which layers "
-                "are in 4 bits. Fetch the model first (`hf download`), and give the folder"
+                f"fp4: the headers of {model}'s safetensors files cannot be read, and only they say which "
+                "layers are in 4 bits. Fetch the model first (`hf download`), and give the folder"
             )
         own = stored_config(Path(model)) if Path(model).is_dir() else None
         entries = {}
@@ -95,11 +99,11 @@ class Stored:
         return cls(entries, frozenset(e.stored.dialect.packed for e in entries.values()))
 
     def rename(self, mapper: Any) -> None:
-        """Takes the names that a model's `hf_to_vllm_mapper` gives."""
+        """Renames the weights by a model's `hf_to_vllm_mapper`."""
         self.entries = mapper.apply_dict(self.entries)
 
     def experts(self, prefix: str) -> Entries:
-        """The weights of an experts layer."""
+        """Returns the weights of an experts layer."""
         found: Entries = {}
         for name, entry in self.entries.items():
             if not name.startswith(prefix + "."):
@@ -112,9 +116,9 @@ class Stored:
         return found
 
     def linear(self, prefix: str, fused: Mapping[str, list[str]]) -> dict[str, Entry | None]:
-        """The parts that a linear layer's weight is put together from, None for those in 16 bits.
+        """Returns the stored weights that a linear layer joins, by name. None stands for a weight in 16 bits.
 
-        fused: a layer's own name to those that the files have in its place, as vLLM's models say.
+        fused: for a layer that vLLM's model joins, the names that the files have in its place.
         """
         above, _, own = prefix.rpartition(".")
         names = fused.get(own, [own])
@@ -140,13 +144,13 @@ class Gathered:
         entry = self.entries[key]
         if suffix not in entry.needed:
             return None
-        # A copy: the memory that a loader hands over may be the next tensor's.
+        # Make a copy, because the loader may reuse the memory for the next tensor.
         parts = self._parts.setdefault(key, {})
         parts[suffix] = tensor.detach().clone()
         return entry if parts.keys() == entry.needed else None
 
     def take(self, key: Any) -> Codes:
-        """A weight that is whole, in the operators' terms. Raises CheckpointError for damaged scales."""
+        """Returns a complete weight as codes for the operators. Raises CheckpointError for damaged scales."""
         stored = self.entries[key].stored
         parts = self._parts.pop(key)
 
@@ -159,12 +163,12 @@ class Gathered:
             if tuple(got.shape) != info.shape and got.numel() != 1:
                 raise CheckpointError(
                     f"fp4: {info} has shape {list(info.shape)}; vLLM's loader gave {list(got.shape)}. It "
-                    "changes weights of this model in a way that 4-bit ones do not bear"
+                    "transforms weights of this model in a way that is not possible with 4-bit weights"
                 )
         return stored.dialect.decode(stored, read)
 
     def dense(self, key: Any, dtype: torch.dtype) -> Tensor:
-        """A whole weight in 8 bits, as an ordinary one."""
+        """Returns a complete 8-bit weight as an ordinary tensor."""
         stored, parts = self.entries[key].stored, self._parts.pop(key)
         return stored.dialect.dequantize(
             stored, lambda info: parts[info.name.removeprefix(stored.name)], dtype
@@ -176,5 +180,7 @@ class Gathered:
 
 
 def is_stack(entry: Entry) -> bool:
-    """Whether an entry is GPT-OSS's: all experts in one, in the order that vLLM hands over."""
+    """Returns whether an entry is GPT-OSS's: one tensor for all experts, in the order in which vLLM passes
+    them.
+    """
     return isinstance(entry.stored.dialect, StackedBlocks)
