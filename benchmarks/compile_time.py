@@ -29,6 +29,7 @@ from torch import nn
 
 from fp4_ops.compile_passes import pipeline
 from fp4_ops.compile_passes.options import parse
+from fp4_ops.compile_passes.weights.given import given
 
 HIDDEN, INTER, TOP, TOKENS = 256, 512, 2, 16
 
@@ -209,7 +210,7 @@ def traced(cells: list[str], family: str) -> Iterator[record.Row]:
 
 
 def _analysed(gm: torch.fx.GraphModule, inputs: Any, options: Any) -> Any:
-    rewritten, _ = pipeline.analyse(gm, inputs, options)
+    rewritten, _ = pipeline.analyse(given(gm, inputs), options)
     assert rewritten is not None
     return gm.forward
 

@@ -21,6 +21,7 @@ from .naming import short_path
 from .options import parse
 from .pipeline import analyse
 from .report import Report
+from .weights.given import given
 
 
 def explain(
@@ -41,7 +42,7 @@ def explain(
     report = Report()
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        frame = analyse(gm, inputs, chosen)[1]
+        frame = analyse(given(gm, inputs), chosen)[1]
         frame.not_compiled = failure(frame.name)
         report.frames.append(frame)
         return gm.forward

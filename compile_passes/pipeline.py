@@ -29,12 +29,10 @@ from .recognise.written_decoding import BYTES, TABLE
 from .refusal import Kind, Refusal, Refused
 from .report import Frame, Site
 from .trace.capture import capture
-from .weights.attributes import as_inputs, with_held
 from .weights.facts import Facts
-from .weights.local_parts import given_parts, see_through
+from .weights.given import Given, gathered, given, is_flat
 from .weights.prequantized import is_subclass
 from .weights.runtime import Swap, Undo, runtime
-from .weights.sharded import gathered, is_flat
 
 log = logging.getLogger("fp4_ops")
 
@@ -42,10 +40,10 @@ Compile = Callable[..., Any]
 """(gm, example_inputs, *, config_patches) -> callable; Inductor's compile_fx unless a test replaces it."""
 
 
-def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tuple[Rewritten | None, Frame]:
-    """Rewrites a graph of Dynamo's and reports on it. `gm` itself never changes."""
+def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
+    """Rewrites a graph of Dynamo's and reports on it. The graph itself never changes."""
+    gm, inputs = source.gm, source.inputs
     allow_scalars(gm)
-    gm, inputs, _ = see_through(*as_inputs(gm, inputs)[:2])
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
     if _asks_for_gradients(gm, inputs):
@@ -54,10 +52,10 @@ def analyse(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> tupl
         return None, frame
     if not options.outside and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)
-        given = _experts_as_arguments(gm, inputs)
-        if given:
+        arguments = _experts_as_arguments(gm, inputs)
+        if arguments:
             frame.note = (
-                f"left to Inductor: what look like experts' weights are arguments, {', '.join(given)}"
+                f"left to Inductor: what look like experts' weights are arguments, {', '.join(arguments)}"
             )
             frame.change = advice.PARAMETER
         return None, frame
@@ -144,45 +142,35 @@ def compile_graph(
     tell: Callable[[Frame], None] | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's, with 4-bit experts where they were proved; `tell` gets the findings."""
-    as_given, given = gm, inputs
-    gm, inputs, held = as_inputs(gm, inputs)
-    gm, inputs, parts = see_through(gm, inputs)
-    rewritten, frame = analyse(gm, inputs, options)
+    source = given(gm, inputs)
+    rewritten, frame = analyse(source, options)
     if tell is not None:
         tell(frame)
-    looks_like_experts = _has_expert_weights(gm, inputs) or bool(_experts_as_arguments(gm, inputs))
-    _log(frame, looks_like_experts)
-    left_out.note(frame, inputs, looks_like_experts, options.strict)
-    if options.strict:
-        _refuse_what_stays(frame, looks_like_experts)
+    left_whole = bool(frame.note) and (
+        _has_expert_weights(source.gm, source.inputs) or bool(_experts_as_arguments(source.gm, source.inputs))
+    )
+    _log(frame, left_whole)
+    left_out.note(bool(frame.sites) or left_whole, source.inputs, options.strict)
+    if options.strict and (left_whole or any(not site.rewritten for site in frame.sites)):
+        raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {frame}")
 
     def as_captured() -> Callable[..., Any]:
-        if held:
-            return _or_uncompiled(
-                as_given, lambda: compile_fx(as_given, given, config_patches=options.inductor)
-            )
-        ordinary = _or_uncompiled(gm, lambda: compile_fx(gm, inputs, config_patches=options.inductor))
-        return given_parts(ordinary, parts)
+        if source.held:  # Inductor freezes what the graph holds
+            return _or_uncompiled(gm, inputs, options, compile_fx)
+        return source.adapt(_or_uncompiled(source.gm, source.inputs, options, compile_fx))
 
     if rewritten is None:
         return as_captured()
-    examples = [*(inputs[i] for i in rewritten.keep), *rewritten.fakes]
+    examples = [*(source.inputs[i] for i in rewritten.keep), *rewritten.fakes]
     undo = undo_of(rewritten.gm.graph, len(rewritten.fakes))
-    patches = {**inductor_patches(options), **({"freezing": False} if held else {})}
+    patches = {**inductor_patches(options), **({"freezing": False} if source.held else {})}
 
     def as_rewritten() -> Callable[..., Any]:
         with torch.no_grad():  # what the graph itself says of gradients is not in an aten graph
             compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
-        run = given_parts(_runtime(compiled, rewritten.keep, rewritten.swaps, undo), parts)
-        return with_held(run, held)
+        return source.adapt(_runtime(compiled, rewritten.keep, rewritten.swaps, undo))
 
     return compiled_or_as_captured(frame, as_rewritten, as_captured, options.strict)
-
-
-def _refuse_what_stays(frame: Frame, looks_like_experts: bool) -> None:
-    """Option "strict": raises RuntimeError where something that looks like experts keeps its weights."""
-    if any(not site.rewritten for site in frame.sites) or (frame.note and looks_like_experts):
-        raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {frame}")
 
 
 def _runtime(
@@ -195,10 +183,14 @@ def _runtime(
     return runtime(compiled, keep, swaps, undo)
 
 
-def _or_uncompiled(gm: fx.GraphModule, compile: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """A loop over experts reaches Inductor only because Dynamo captures it for this backend: no failure."""
+def _or_uncompiled(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, compile_fx: Compile
+) -> Callable[..., Any]:
+    """Compile a graph with Inductor. If that fails, run the graph as it is where it has data-dependent sizes:
+    a loop over experts reaches Inductor only because Dynamo captures it for this backend."""
     try:
-        return compile()
+        compiled: Callable[..., Any] = compile_fx(gm, inputs, config_patches=options.inductor)
+        return compiled
     except Exception:
         if not any(free_unbacked_symbols(n.meta.get("example_value")) for n in gm.graph.nodes):
             raise
@@ -301,9 +293,9 @@ def _frame_name() -> str:
     return f"{code.co_name} ({'/'.join(code.co_filename.split('/')[-3:])}:{code.co_firstlineno})"
 
 
-def _log(frame: Frame, has_weights: bool) -> None:
-    done = [s for s in frame.sites if s.rewritten]
-    if (frame.sites and not done) or (frame.note and has_weights):
+def _log(frame: Frame, left_whole: bool) -> None:
+    """Log a frame. left_whole: the whole graph was left to Inductor, and it looks like it has experts."""
+    if left_whole or (frame.sites and not any(s.rewritten for s in frame.sites)):
         log.warning("%s", frame)
     elif frame.sites:
         log.info("%s", frame)

@@ -24,10 +24,11 @@ from . import api, known_values
 from .branches import is_kept, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
+from .rules import answers
 from .session import is_watched, new_list
 
 if TYPE_CHECKING:
-    from .api import Handler, Instruction, Method, Tracer, Variable
+    from .api import Handler, Instruction, Tracer, Variable
 
 
 @dataclass
@@ -76,21 +77,17 @@ def one_expert(method: Handler) -> Handler:
     return for_iter
 
 
-def as_list(method: Method) -> Method:
+@answers
+def as_list(tx: Tracer, hit: Variable) -> Variable | None:
     """Replace `hit.tolist()`, if it is only iterated over, by a list of all experts."""
-
-    def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
-        if not is_watched(tx):
-            here = tx.instructions[tx.instruction_pointer - 1]
-            loop = _Loop(hits, here, None) if not is_kept(tx, here) and (hits := _hits(self)) else None
-            if loop is not None and only_iterates(tx, alone=True):
-                rows = example(self.as_proxy().node).dim() == 2
-                numbers = _rounds(loop, as_rows=rows)
-                vars(numbers)[_LOOP] = loop
-                return numbers
-        return method(self, tx, *args, **kwargs)
-
-    return tolist
+    here = tx.instructions[tx.instruction_pointer - 1]
+    hits = _hits(hit) if not is_watched(tx) and not is_kept(tx, here) else None
+    if hits is None or not only_iterates(tx, alone=True):
+        return None
+    loop = _Loop(hits, here, None)
+    numbers = _rounds(loop, as_rows=example(hit.as_proxy().node).dim() == 2)
+    vars(numbers)[_LOOP] = loop
+    return numbers
 
 
 def _rounds(loop: _Loop, as_rows: bool) -> Variable:

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from ...meta.torch_internals import without_modes
 from ..graph.traced_nodes import called, example, since, writes_to
 from . import api
+from .rules import answers, replaces
 from .session import session
 
 if TYPE_CHECKING:
@@ -97,22 +98,12 @@ def formats(method: Handler) -> Handler:
     return format_value
 
 
-def subscripts(method: Handler) -> Handler:
-    def subscript(tx: Tracer, inst: Instruction) -> None:
-        if session(tx.output).has_known_values:
-            x, index = (v.realize() for v in tx.stack[-2:])
-            found = _subscript(tx, x, index)
-            if found is not None:
-                tx.popn(2)
-                tx.push(found)
-                return
-        method(tx, inst)
-
-    return subscript
-
-
-def _subscript(tx: Tracer, x: Variable, index: Variable) -> Variable | None:
+@replaces(2)
+def subscripts(tx: Tracer, x: Variable, index: Variable) -> Variable | None:
     """Return `x[index]` with numbers or slices in place of known tensors. None if there are none."""
+    if not session(tx.output).has_known_values:
+        return None
+    x, index = x.realize(), index.realize()
     items = [v.realize() for v in index.items] if isinstance(index, api.TupleVariable) else [index]
     several = isinstance(index, api.TupleVariable)
     known = {at: number(v) for at, v in enumerate(items)}
@@ -165,14 +156,11 @@ def _slice(n: int) -> Variable:
 # --- what wraps methods of Dynamo's variables of tensors ---
 
 
-def numbers(method: Method) -> Method:
+@answers
+def numbers(tx: Tracer, v: Variable) -> Variable | None:
     """Answer `t.item()`, `int(t)` and `operator.index(t)`."""
-
-    def as_number(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
-        found = number(self) if session(tx.output).has_known_values and not args and not kwargs else None
-        return _constant(found) if found is not None else method(self, tx, *args, **kwargs)
-
-    return as_number
+    found = number(v) if session(tx.output).has_known_values else None
+    return None if found is None else _constant(found)
 
 
 def index_of(method: Method) -> Method:

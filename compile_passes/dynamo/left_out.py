@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from ...meta.torch_internals import is_traceable_wrapper_subclass
-from ..report import Frame
 from ..weights.packed import packed_ids
 from ..weights.runtime import Calls, packed_since
 from . import api
@@ -177,10 +176,10 @@ class _Call:
         self.left: list[str] = []
         """Why functions of this call run in Python."""
 
-    def note(self, frame: Frame, inputs: Sequence[object], looks_like_experts: bool, strict: bool) -> None:
-        """Note what the backend found in one graph of this call."""
+    def note(self, reported: bool, inputs: Sequence[object], strict: bool) -> None:
+        """Note one graph of this call. reported: the backend found experts in it, and said so."""
         self._watch.strict = self._watch.strict or strict
-        self.silent = self.silent or bool(frame.sites) or bool(frame.note and looks_like_experts)
+        self.silent = self.silent or reported
         self.inputs |= {id(x) for x in inputs if isinstance(x, nn.Parameter)}
 
     def exit(self) -> None:
@@ -282,10 +281,10 @@ def _stack() -> list[_Call]:
     return _local.stack
 
 
-def note(frame: Frame, inputs: Sequence[object], looks_like_experts: bool, strict: bool) -> None:
-    """Note the backend's findings in one graph."""
+def note(reported: bool, inputs: Sequence[object], strict: bool) -> None:
+    """Note one graph in all watched calls. reported: the backend found experts in it, and said so."""
     for call in _stack():
-        call.note(frame, inputs, looks_like_experts, strict)
+        call.note(reported, inputs, strict)
 
 
 def _frames() -> tuple[int, int]:

@@ -26,30 +26,23 @@ from .bytecode import only_in_loops
 from .empty_rows import Way, number
 from .hit_experts import chosen_from
 from .row_counts import elements
+from .rules import answers
 from .session import Numbers, OpenList, is_watched, new_list, session
 
 if TYPE_CHECKING:
     from .api import Handler, Instruction, Method, Tracer, Variable
 
 
-def as_list(method: Method) -> Method:
+@answers
+def as_list(tx: Tracer, counts: Variable) -> Variable | None:
     """Capture `tolist()` of counts without `minlength`, and of their sums."""
-
-    def tolist(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
-        found = _list(tx, self) if not args and not kwargs else None
-        return found if found is not None else method(self, tx, *args, **kwargs)
-
-    return tolist
+    return _list(tx, counts)
 
 
-def as_array(method: Method) -> Method:
+@answers
+def as_array(tx: Tracer, counts: Variable) -> Variable | None:
     """Capture `numpy()` of the same, if the array is only used in loops."""
-
-    def numpy(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
-        found = _list(tx, self, always=True) if not args and not kwargs else None
-        return found if found is not None else method(self, tx, *args, **kwargs)
-
-    return numpy
+    return _list(tx, counts, always=True)
 
 
 def of_array(method: Method) -> Method:

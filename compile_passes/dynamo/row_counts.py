@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import is_concrete_int, statically_known_true
+from torch.fx.experimental.symbolic_shapes import (
+    free_unbacked_symbols,
+    is_concrete_int,
+    statically_known_true,
+)
 
 from ...meta.torch_internals import pytree
 from ..graph.traced_nodes import called, example, named, same_elements, since, writes_to
 from ..operands import operand, several
 from . import api
-from .bytecode import only_in_loops, only_iterates
+from .bytecode import only_in_loops, only_indexes, only_iterates
 from .empty_rows import SAYS_THE_SAME, number
 from .hit_experts import chosen_from
+from .rules import answers, replaces
 from .session import Counted, new_list, scalar_outputs, session
 
 if TYPE_CHECKING:
@@ -147,26 +152,34 @@ def asks_for_numbers(method: Handler) -> Handler:
     return jump
 
 
-def as_number(method: Method) -> Method:
+@answers
+def as_number(tx: Tracer, v: Variable) -> Variable | None:
     """Answer `n.item()`, which slices call, too."""
-
-    def item(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
-        found = number_of(tx, self) if not args and not kwargs else None
-        return found if found is not None else method(self, tx, *args, **kwargs)
-
-    return item
+    return number_of(tx, v)
 
 
-def as_array(method: Method) -> Method:
-    def numpy(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
-        iterates = only_iterates(tx) or only_in_loops(tx, subscripts=False)
-        if not args and not kwargs and iterates:
-            node = self.as_proxy().node
-            if _are_counts(node) and _ids_counted(node) is not None:
-                return self.call_method(tx, "tolist", [], {})
-        return method(self, tx, *args, **kwargs)
+@answers
+def as_array(tx: Tracer, counts: Variable) -> Variable | None:
+    """Capture `counts.numpy()` if the program only takes one number after another."""
+    if not (only_iterates(tx) or only_in_loops(tx, subscripts=False)):
+        return None
+    node = counts.as_proxy().node
+    known = _are_counts(node) and _ids_counted(node) is not None
+    return counts.call_method(tx, "tolist", [], {}) if known else None
 
-    return numpy
+
+@answers
+def as_index(tx: Tracer, rows: Variable) -> Variable | None:
+    """Capture `token.tolist()` that only indexes tensors, `x[None, token_list]`, as in Mixtral's old remote
+    code.
+
+    A list with a data-dependent number of entries cannot be captured. As an index, the tensor gives the same.
+    """
+    x = example(rows.as_proxy().node)
+    listed = isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in _INTEGERS
+    if not listed or not free_unbacked_symbols(x.shape[0]) or not only_indexes(tx):
+        return None
+    return rows.call_method(tx, "clone", [], {})
 
 
 def _expert(tx: Tracer, rows: Variable, start: Variable, stop: Variable) -> tuple[Counted, int] | None:
@@ -206,33 +219,17 @@ def _ends(at: Variable) -> list[Variable]:
     return [start, stop] if step.is_python_constant() and step.as_python_constant() in (None, 1) else []
 
 
-def subscripts(method: Handler) -> Handler:
+@replaces(2)
+def subscripts(tx: Tracer, rows: Variable, at: Variable) -> Variable | None:
     """Handle `rows[start:stop]` with the slice in one variable."""
-
-    def subscript(tx: Tracer, inst: Instruction) -> None:
-        found = None
-        if session(tx.output).counted:
-            rows, at = (v.realize() for v in tx.stack[-2:])
-            found = _part(tx, rows, *ends) if (ends := _ends(at)) else None
-        if found is None:
-            return method(tx, inst)
-        tx.popn(2)
-        tx.push(found)
-
-    return subscript
+    ends = _ends(at.realize()) if session(tx.output).counted else []
+    return _part(tx, rows.realize(), *ends) if ends else None
 
 
-def slices(method: Handler) -> Handler:
+@replaces(3)
+def slices(tx: Tracer, *rows_and_ends: Variable) -> Variable | None:
     """Handle the same from Python 3.12 on, with the slice in two variables."""
-
-    def slice_(tx: Tracer, inst: Instruction) -> None:
-        found = _part(tx, *(v.realize() for v in tx.stack[-3:])) if session(tx.output).counted else None
-        if found is None:
-            return method(tx, inst)
-        tx.popn(3)
-        tx.push(found)
-
-    return slice_
+    return _part(tx, *(v.realize() for v in rows_and_ends)) if session(tx.output).counted else None
 
 
 def stores(method: Handler) -> Handler:

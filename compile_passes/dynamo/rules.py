@@ -30,7 +30,7 @@ from .api import (
 from .session import attempts, has_attempts, session
 
 if TYPE_CHECKING:
-    from .api import Function, OutputGraph, Tracer
+    from .api import Function, Instruction, OutputGraph, Tracer, Variable
 
 log = logging.getLogger("fp4_ops")
 
@@ -97,6 +97,43 @@ def _named(error: Exception) -> str:
 def may_break(tracer: Tracer) -> bool:
     """Whether a graph may break, or the function be left to Python."""
     return not (tracer.one_graph or tracer.export or tracer.error_on_graph_break)
+
+
+# --- forms of rules while Dynamo traces ---
+
+
+def answers(find: Callable[[Tracer, Variable], Variable | None]) -> Rule:
+    """Make a rule for a method that takes no arguments. `find` returns its result, or None to call Dynamo's
+    own method."""
+
+    def rule(method: Function) -> Function:
+        def call(self: Variable, tx: Tracer, *args: object, **kwargs: object) -> Variable:
+            found = find(tx, self) if not args and not kwargs else None
+            return found if found is not None else method(self, tx, *args, **kwargs)
+
+        return call
+
+    return rule
+
+
+def replaces(count: int) -> Callable[[Callable[..., Variable | None]], Rule]:
+    """Make a rule for an instruction that takes `count` variables from the stack and puts one there. `find`
+    returns that variable, or None to call Dynamo's own function."""
+
+    def made(find: Callable[..., Variable | None]) -> Rule:
+        def rule(method: Function) -> Function:
+            def handle(tx: Tracer, inst: Instruction) -> None:
+                found = find(tx, *tx.stack[-count:])
+                if found is None:
+                    return method(tx, inst)
+                tx.popn(count)
+                tx.push(found)
+
+            return handle
+
+        return rule
+
+    return made
 
 
 # --- around ---

@@ -33,6 +33,7 @@ from ...meta.torch_internals import (
 from ..naming import source_name
 from ..refusal import Kind, Refused, refuse
 from ..weights.facts import Stored
+from ..weights.given import copied
 from ..weights.prequantized import Prequantized, is_subclass, prequantized, stand_in
 from .as_written import as_written, needs_a_number
 from .copier import CannotCopy, Copier
@@ -127,8 +128,7 @@ def _with_stand_ins(gm: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
     Products with these are ordinary, too. Each call can then be traced alone, and attention stays one
     operator.
     """
-    graph = fx.Graph()
-    graph.output(graph.graph_copy(gm.graph, {}))
+    graph = copied(gm.graph)
     for node, fake in zip(graph.find_nodes(op="placeholder"), fakes, strict=True):
         if is_subclass(node.meta.get("example_value")):
             node.meta["example_value"] = fake

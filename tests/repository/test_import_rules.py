@@ -25,7 +25,7 @@ ROOMS = {
     "step": {"graph", "operands"},
     "report": {"naming", "pass_log", "refusal"},
     "dynamo.api": set(),
-    "dynamo": {"dynamo.api", "graph", "naming", "operands", "refusal", "report", "weights"},
+    "dynamo": {"dynamo.api", "graph", "naming", "operands", "refusal", "weights"},
     "emit": {
         *("dynamo.api", "graph", "index", "naming", "operands"),
         *("options", "recognise", "refusal", "report", "weights"),
@@ -40,7 +40,7 @@ ROOMS = {
         *("advice", "dynamo", "emit", "fail_open", "graph", "naming", "options", "pass_log"),
         *("passes", "precompiled", "recognise", "refusal", "report", "trace", "weights"),
     },
-    "explain": {"dynamo", "dynamo.api", "fail_open", "naming", "options", "pipeline", "report"},
+    "explain": {"dynamo", "dynamo.api", "fail_open", "naming", "options", "pipeline", "report", "weights"},
     "program": {"advice", "options", "pass_log", "passes", "report", "trace", "weights"},
     "cli": {"explain", "options"},
 }

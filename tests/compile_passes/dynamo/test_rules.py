@@ -37,7 +37,7 @@ PARTS = [
     (hit_experts, "_rounds", HitsByItem),
     (known_values, "create", HitsByTensor),
     (known_values, "_value", HitsByTensor),
-    (known_values, "_subscript", HitsByTensor),
+    (known_values, "number", HitsByTensor),
     (row_counts, "_are_counts", ByCounts),
     (row_counts, "number_of", ByCounts),
     (open_counts, "_list", NumpyEnds),
