@@ -25,17 +25,13 @@ log = logging.getLogger("fp4_ops")
 State = TypeVar("State")
 
 
-def _always(_: object) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Pass(Generic[State]):
     """`run` changes a graph, or adds to the state that passes share. It is skipped if `when` is false."""
 
     name: str
     run: Callable[[State], None]
-    when: Callable[[State], bool] = _always
+    when: Callable[[State], bool] = lambda _: True
 
 
 @dataclass(frozen=True)

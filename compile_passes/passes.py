@@ -16,13 +16,12 @@ from .emit.batched import batched_products
 from .emit.every_use import EveryUse
 from .emit.linears import linear_layers
 from .emit.mixture import Emitter
-from .emit.one_precision import written_before
 from .emit.products import write_product
 from .emit.writer import Writer, kernel
-from .emit.written_slices import read_past_writes
 from .graph.dead_code import erase_unused, sweep
 from .graph.nodes import FLOATING, Canon, aten, is_op, unswap, value
 from .graph.strides import allow_any_strides
+from .graph.written_slices import read_past_writes
 from .index.reader import Reader
 from .index.terms import interning
 from .naming import location, module_path
@@ -43,6 +42,7 @@ from .step.linears import write_linears
 from .trace.capture import mutated_inputs
 from .weights.decoded import note_decoded
 from .weights.facts import Facts, written_to
+from .weights.one_precision import written_before
 from .weights.runtime import Swap
 
 fp4 = torch.ops.fp4
@@ -116,11 +116,6 @@ def _read_past_writes(s: _State) -> None:
     s.facts.mutated = mutated_inputs(s.gm.graph)
 
 
-def _decode(s: _State) -> None:
-    """Find weights that the model decodes from codes by itself."""
-    decode_to_operator(s.gm.graph, s.facts, s.fake_mode)
-
-
 def _find(s: _State) -> None:
     note_decoded(s.gm.graph, s.facts)
     s.found = list(find_products(s.gm.graph, s.facts))
@@ -131,7 +126,7 @@ def _mixtures(s: _State) -> None:
     """Rewrite mixtures of experts, however they are written. `s.products` come later, one by one."""
     graph, writer, others = s.gm.graph, s.writer, set(s.writer.slots)
     taken: set[fx.Node] = set()
-    reader = Reader(graph, Canon(graph), lambda n: _is_weight(n, s.facts.fixed))
+    reader = Reader(graph, Canon(graph), lambda n: n in s.facts.fixed and value(n).dtype in FLOATING)
     s.written = written_before(graph, s.facts.fixed & s.facts.mutated)
     s.evidence = Evidence(graph, reader, s.facts)
     s.search = search = Search(graph, reader, s.written)
@@ -271,22 +266,6 @@ def _why_not_read(s: _State, product: Product) -> Refusal | None:
     return next((read[n] for n in read if n in between), None) if feeds else None
 
 
-def _topk(s: _State) -> None:
-    s.also += write_topk(s.gm.graph)
-
-
-def _attention(s: _State) -> None:
-    s.also += write_attention(s.gm.graph, s.fake_mode)
-
-
-def _sums(s: _State) -> None:
-    s.also += write_sums(s.gm.graph)
-
-
-def _step_linears(s: _State) -> None:
-    s.also += write_linears(s.gm.graph, s.facts.fixed - s.facts.mutated)
-
-
 def _inputs(s: _State) -> None:
     """Add packed weights as inputs, and remove inputs that nothing reads any more."""
     sweep(s.gm.graph)
@@ -295,17 +274,13 @@ def _inputs(s: _State) -> None:
     s.rewritten = Rewritten(s.gm, *s.writer.finish(s.fake_mode), s.also)
 
 
-def _strides(s: _State) -> None:
-    allow_any_strides(s.gm)
-
-
 def _has_operators(s: _State) -> bool:
     return any(isinstance(site, Site) for site in s.sites)
 
 
 PASSES: tuple[Pass[_State], ...] = (
     Pass("read_past_writes", _read_past_writes),
-    Pass("decode", _decode),
+    Pass("decode", lambda s: decode_to_operator(s.gm.graph, s.facts, s.fake_mode)),
     Pass("find_products", _find),
     Pass("mixtures", _mixtures),
     Pass("batched_products", _batched),
@@ -315,16 +290,16 @@ PASSES: tuple[Pass[_State], ...] = (
         when=lambda s: bool(s.options.outside) or not s.facts.fixed.isdisjoint(s.facts.stored),
     ),
     Pass("single_products", _products),
-    Pass("topk", _topk, when=_has_operators),
-    Pass("attention", _attention, when=_has_operators),
-    Pass("sums", _sums, when=_has_operators),
+    Pass("topk", lambda s: s.also.extend(write_topk(s.gm.graph)), when=_has_operators),
+    Pass("attention", lambda s: s.also.extend(write_attention(s.gm.graph, s.fake_mode)), when=_has_operators),
+    Pass("sums", lambda s: s.also.extend(write_sums(s.gm.graph)), when=_has_operators),
     Pass(
         "step_linears",
-        _step_linears,
+        lambda s: s.also.extend(write_linears(s.gm.graph, s.facts.fixed - s.facts.mutated)),
         when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its kernel is for one row
     ),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
-    Pass("strides", _strides, when=lambda s: s.rewritten is not None),
+    Pass("strides", lambda s: allow_any_strides(s.gm), when=lambda s: s.rewritten is not None),
 )
 """All passes over a captured graph, in order."""
 
@@ -336,10 +311,6 @@ def _stay_together(block: Mixture, facts: Facts) -> None:
     if why is not None:
         for node in weights:
             facts.stays.setdefault(node, why)
-
-
-def _is_weight(node: fx.Node, fixed: set[fx.Node]) -> bool:
-    return node in fixed and value(node).dtype in FLOATING
 
 
 def _no_stand_in_is_left(s: _State) -> None:

@@ -17,9 +17,8 @@ from ..meta.torch_internals import TracingContext, is_precompiling, pytree, set_
 from . import advice
 from .dynamo import left_out
 from .dynamo.extend import allow_scalars
-from .emit.one_precision import ReadTwice
-from .emit.repeat import undo_of
 from .fail_open import compiled_or_as_captured
+from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import called, example
 from .naming import input_name
 from .options import Options, inductor_patches
@@ -31,8 +30,9 @@ from .report import Frame, Site
 from .trace.capture import capture
 from .weights.facts import Facts
 from .weights.given import Given, gathered, given, is_flat
+from .weights.one_precision import ReadTwice
 from .weights.prequantized import is_subclass
-from .weights.runtime import Swap, Undo, runtime
+from .weights.runtime import Swap, runtime
 
 log = logging.getLogger("fp4_ops")
 
@@ -60,8 +60,11 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
             frame.change = advice.PARAMETER
         return None, frame
     for device in {x.device.type for x in inputs if isinstance(x, torch.nn.Parameter)}:
-        # An activation this device cannot take is the user's error.
-        options.a_format(device, _any_layout(device, options))
+        # A device without a layout, or one that cannot take the activation, is the user's error.
+        any_layout = preferred_layout(
+            device, a_format=options.wanted, batch_invariant=options.batch_invariant
+        )
+        options.a_format(device, any_layout)
     try:
         rewritten, frame.sites, frame.unrouted = _rewritten(gm, inputs, options, {}, {}, passes)
         frame.also = rewritten.also if rewritten is not None else []
@@ -93,11 +96,6 @@ def _asks_for_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
             if any(isinstance(x, torch.Tensor) and x.requires_grad for x in values):
                 return True
     return False
-
-
-def _any_layout(device: str, options: Options) -> str:
-    """Returns a device's layout where no weight is known yet. Raises ValueError where it has none."""
-    return preferred_layout(device, a_format=options.wanted, batch_invariant=options.batch_invariant)
 
 
 def _rewritten(

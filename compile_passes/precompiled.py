@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .dynamo.api import BundledAOTAutogradSerializableCallable, SerializableCallable
+from .graph.repeat import Undo
 from .options import version_hash
-from .weights.runtime import Swap, Undo, runtime
+from .weights.runtime import Swap, runtime
 
 
 class Precompiled(SerializableCallable):

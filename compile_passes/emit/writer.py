@@ -25,10 +25,10 @@ from ..recognise.factors import K, N
 from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site
 from ..weights.facts import Facts
+from ..weights.one_precision import refuse_two_precisions
 from ..weights.prequantized import StoredSpec, stored_spec
 from ..weights.runtime import Swap
 from ..weights.specs import Assembly, JoinSpec, PackSpec, Piece
-from .one_precision import refuse_two_precisions
 
 fp4 = torch.ops.fp4
 

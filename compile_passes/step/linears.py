@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...backends.hopper.trust import linears_kernel
+from ...runtime import native
 from ..graph.nodes import (
     arguments,
     aten,
@@ -29,7 +31,6 @@ from ..graph.nodes import (
     value,
 )
 from ..operands import integer, operand
-from .device import runs
 from .norm import Norm, NotRead, read_norm
 
 fp4 = torch.ops.fp4
@@ -43,6 +44,13 @@ MAX_WEIGHTS = 3
 K_MULTIPLE = 64
 MAX_BYTES = 2**27
 """Most bytes of the weights of a call. For more, such as an output head, torch's kernels are faster."""
+
+
+def runs(device: torch.device) -> bool:
+    """True for a Hopper GPU on which the kernel of fp4::linears passed the check of its first use. On other
+    devices, torch's own operations are faster."""
+    index = device.index or 0
+    return device.type == "cuda" and native.family(index) == native.HOPPER and linears_kernel(index)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from ...meta import gradients
 from ...meta.torch_internals import BelowAutograd, is_traceable_wrapper_subclass
 from ...samples import Comparison, Samples
+from ..graph.repeat import Undo
 from .memory import NO_MEMORY, has_memory, leaves_of, states_of, watch
 from .packed import Entry, NoticedWrites, forget_packed, store
 from .specs import Spec
@@ -39,17 +40,12 @@ class Swap:
                 )
 
 
-Undo = tuple[tuple[int, int], ...]
-"""(input, number) pairs: the graph adds the number to that input in place. The addition is undone before a
-second run."""
-
-
 def runtime(
     compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], undo: Undo | None = None
 ) -> Callable[..., Any]:
     """Return the callable for Dynamo. It looks up packed tensors and drops unused originals.
 
-    `undo` makes it correct to run the graph twice for one call (emit/repeat.py). The GPU then need not say
+    `undo` makes it correct to run the graph twice for one call (graph/repeat.py). The GPU then need not say
     beforehand whether weights have changed: the host asks while the graph's kernels run, and runs them again
     if weights have changed. None: the graph must not run twice.
 

@@ -34,10 +34,10 @@ ROOMS = {
         *("emit", "graph", "index", "naming", "neighbours", "options"),
         *("pass_log", "recognise", "refusal", "report", "step", "trace", "weights"),
     },
-    "precompiled": {"dynamo.api", "options", "weights"},
+    "precompiled": {"dynamo.api", "graph", "options", "weights"},
     "fail_open": {"dynamo.api", "report"},
     "pipeline": {
-        *("advice", "dynamo", "emit", "fail_open", "graph", "naming", "options", "pass_log"),
+        *("advice", "dynamo", "fail_open", "graph", "naming", "options", "pass_log"),
         *("passes", "precompiled", "recognise", "refusal", "report", "trace", "weights"),
     },
     "explain": {"dynamo", "dynamo.api", "fail_open", "naming", "options", "pipeline", "report", "weights"},

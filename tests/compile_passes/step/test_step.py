@@ -18,8 +18,7 @@ from torch._guards import TracingContext, detect_fake_mode
 import fp4_ops
 from fp4_ops.backends.hopper import trust
 from fp4_ops.compile_passes.step import linears
-from fp4_ops.compile_passes.step.device import runs
-from fp4_ops.compile_passes.step.linears import write_linears
+from fp4_ops.compile_passes.step.linears import runs, write_linears
 from fp4_ops.compile_passes.trace.copier import Copier
 from fp4_ops.runtime import first_use, native
 

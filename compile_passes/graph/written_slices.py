@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..graph.nodes import arguments, aten, is_op, shape, static_int, value
 from ..operands import operand
+from .nodes import arguments, aten, is_op, shape, static_int, value
 
 
 def read_past_writes(graph: fx.Graph) -> None:

@@ -1,4 +1,4 @@
-"""Graphs that may run again for one call, when a GPU says late that weights had changed (emit/repeat.py)."""
+"""Graphs that may run again for one call, when a GPU says late that weights had changed (graph/repeat.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from recorder import Recorder
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4_ops.compile_passes import pipeline
-from fp4_ops.compile_passes.emit.repeat import undo_of
+from fp4_ops.compile_passes.graph.repeat import undo_of
 from fp4_ops.compile_passes.weights import runtime
 
 aten = torch.ops.aten

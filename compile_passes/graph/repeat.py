@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import ASSERTIONS, arguments, aten, is_op, is_pure, value
-from ..graph.walks import behind
-from ..weights.runtime import Undo
+from .nodes import ASSERTIONS, arguments, aten, is_op, is_pure, value
+from .walks import behind
 
 # These operators overwrite some places. The arguments listed say which places.
 _PLACES = {
@@ -25,6 +24,10 @@ _PLACES = {
     aten.select_scatter: ("dim", "index"),
     aten.scatter: ("dim", "index"),
 }
+Undo = tuple[tuple[int, int], ...]
+"""(input, number) pairs: the graph adds the number to that input in place. The addition is undone before a
+second run."""
+
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
