@@ -1,4 +1,4 @@
-"""Shortens errors and reasons of other programs to one line."""
+"""Shortens errors and reasons of other programs, and lists of names, to one line."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def first_line(text: str) -> str:
 def in_short(error: BaseException) -> str:
     """Returns the first line of an error's message, or the name of its type if the message is empty."""
     return first_line(str(error)) or type(error).__name__
+
+
+def some_of(names: list[str]) -> str:
+    """Returns the first four names, and how many more there are."""
+    more = f", and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + more

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...meta.text import some_of
 from ...meta.torch_internals import is_traceable_wrapper_subclass
 from ..weights.packed import packed_ids
 from ..weights.runtime import Calls, packed_since
@@ -264,10 +265,9 @@ def note_other(inputs: Sequence[object], backend: str) -> None:
 
 def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: int, when: str = "") -> str:
     names = [f"{name} ({len(weights)} parameters of {weights[0].dtype})" for name, weights in left.items()]
-    shown = ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
     nothing = f"nothing was rewritten{when}, yet"
     what = nothing if len(left) == all_of_them else "in no graph that was rewritten:"
-    lines = [f"{what} these parameters look like experts: {shown}"]
+    lines = [f"{what} these parameters look like experts: {some_of(names)}"]
     lines += [f"  graph break: {why}" for why in dict.fromkeys(breaks[:4])]
     return "\n".join([*lines, f"  change: {CHANGE}"])
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx, nn
 
+from ...meta.text import some_of
 from ..naming import plain_path, source_name
 from . import left_out
 from .api import BackendCompilerFailed
@@ -108,9 +109,8 @@ def _tell(output: OutputGraph, gm: fx.GraphModule) -> None:
     if not new and not strict:
         return
     names = [str(inner) for inner in new or found]
-    shown = ", ".join(names[:4]) + (f", and {len(names) - 4} more" if len(names) > 4 else "")
     text = (
-        f'backend="fp4" has no effect on {shown}: what calls it is compiled with '
+        f'backend="fp4" has no effect on {some_of(names)}: what calls it is compiled with '
         f'backend="{_name(output.compiler_fn)}", and Dynamo makes one graph of both. So its experts run in '
         f"their own weights.\n{_CHANGE}"
     )

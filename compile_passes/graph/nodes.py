@@ -45,6 +45,15 @@ def is_grouped_mm(node: fx.Node) -> bool:
     return schema is not None and schema.name in ("aten::_grouped_mm", "transformers::grouped_mm_fallback")
 
 
+def is_product(node: fx.Node) -> bool:
+    """Return whether a node multiplies matrices, of any kind."""
+    return is_op(node, *PRODUCTS) or is_grouped_mm(node)
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Return all arguments of an operator call by their schema names, including defaults."""
     assert isinstance(node.target, OpOverload)

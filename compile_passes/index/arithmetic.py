@@ -34,7 +34,6 @@ from .terms import (  # fmt: skip
     Apply,
     Axis,
     Choose,
-    ChosenRows,
     Const,
     Mean,
     Mul,
@@ -43,6 +42,7 @@ from .terms import (  # fmt: skip
     Term,
     Value,
     flatten,
+    some_chosen,
     substitute,
     walk,
 )
@@ -181,7 +181,7 @@ class Arithmetic(Conditions):
     def _reduced(self, node: fx.Node, v: Value, over: Sequence[int], keepdim: Any, kind: Any) -> Value:
         over = [dimension(d, len(v.dims)) for d in over]
         axes = [x for d in over for x in v.dims[d]]
-        if any(isinstance(x, ChosenRows) for x in axes):
+        if some_chosen(axes):
             raise Opaque
         v, fresh = self._fresh(v, axes)
         kept = [() if d in over else g for d, g in enumerate(v.dims) if keepdim or d not in over]
@@ -215,7 +215,7 @@ class Arithmetic(Conditions):
                 need(not (gathered and self._is_weight(own.term)), Kind.REPEATED, node, strip(rows))
             raise
         inner = left.dims[-1] or right.dims[-2]
-        if any(isinstance(x, ChosenRows) for x in inner):
+        if some_chosen(inner):
             raise Opaque
         lead = tuple(a or b for a, b in zip(left.dims[:-2], right.dims[:-2]))
         dims = (*lead, left.dims[-2], right.dims[-1])
@@ -284,7 +284,7 @@ class Arithmetic(Conditions):
             return again
         rows = None
         if is_op(node, aten.cat):
-            if d == 0 and any(isinstance(x, ChosenRows) for v in values for x in v.dims[0]):
+            if d == 0 and some_chosen(x for v in values for x in v.dims[0]):
                 rows, values = self._whole(values)
             elif level == 2 and all(v.dims[d] and _as_long(v.dims[d], values[0].dims[d]) for v in values):
                 return self._joined_parts(node, values, d)
@@ -366,7 +366,7 @@ def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
     """Return whether two dimensions have the same size. Rows that were selected have none."""
     sizes = []
     for group in (ours, theirs):
-        if any(isinstance(a, ChosenRows) for a in group):
+        if some_chosen(group):
             return False
         size: Any = 1
         for a in group:

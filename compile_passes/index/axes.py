@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ..graph.nodes import PRODUCTS, Canon, is_grouped_mm, is_op, shape
+from ..graph.nodes import Canon, is_product, shape
 from ..refusal import Refusal, Refused
-from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate
+from .terms import Axis, ChosenRows, Const, Ref, Term, Value, coordinate, some_chosen
 
 log = logging.getLogger("fp4_ops")
 
@@ -55,8 +55,8 @@ def dimension(d: int, rank: int) -> int:
     return d % rank
 
 
-READERS: dict[Any, str] = {}
-"""Operator -> the method of the reader that turns a call of it into a term."""
+READERS: dict[Any, Callable[[Any, fx.Node, int], Value]] = {}
+"""Operator -> the function (reader, node, level) that turns a call of it into a term."""
 Method = TypeVar("Method", bound=Callable[..., Value])
 
 
@@ -64,7 +64,7 @@ def reads(*operators: Any) -> Callable[[Method], Method]:
     """Make a method the one that reads calls of these operators of aten, with any overload."""
 
     def mark(method: Method) -> Method:
-        READERS.update(dict.fromkeys(operators, method.__name__))
+        READERS.update(dict.fromkeys(operators, method))
         return method
 
     return mark
@@ -139,7 +139,7 @@ class Values:
         included."""
         found: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
-            own = is_op(node, *PRODUCTS) or is_grouped_mm(node)
+            own = is_product(node)
             found[node] = max((found[n] for n in node.all_input_nodes), default=0) + own
         return found
 
@@ -257,10 +257,15 @@ class Values:
             raise Opaque  # a later operand cut an axis of an earlier pair
         return values
 
+    @staticmethod
+    def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
+        """Return the dimensions of a pointwise operator's result, given its operands after `broadcast`."""
+        return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
+
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Ref | None:
         """Return an element of `node` itself. None if rows were selected, because no other place can index
         them."""
-        if any(isinstance(a, ChosenRows) for group in dims for a in group):
+        if some_chosen(a for group in dims for a in group):
             return None
         return Ref(node, [coordinate(g) for g in dims])
 

@@ -12,14 +12,10 @@ from ..operands import operand
 from .axes import Opaque, reads
 from .indexing import Indexing
 from .indicators import INDICATOR, as_boolean, indicator, is_boolean, is_indicator, opposite
-from .terms import Add, Apply, Axis, Composite, Const, Mul, Ref, Term, Value, flatten
+from .terms import Add, Apply, Composite, Const, Mul, Ref, Term, Value, flatten
 
 
 class Conditions(Indexing):
-    @staticmethod
-    def _joined(values: list[Value]) -> tuple[tuple[Axis, ...], ...]:
-        return tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
-
     def _number(self, x: Any) -> Term:
         """Read a number: a constant, or a number that the graph computes, as an element of its node
         without an index."""

@@ -41,6 +41,7 @@ from .terms import (
     Value,
     coordinate,
     free_axes,
+    some_chosen,
     substitute,
 )
 
@@ -177,7 +178,7 @@ class Indexing(SortedRows):
 
     def _assign(self, group: tuple[Axis, ...], index: Term) -> dict[Axis, Term]:
         """Map the axes of one dimension to their values where the dimension's coordinate is `index`."""
-        if any(isinstance(a, ChosenRows) for a in group):
+        if some_chosen(group):
             raise Opaque
         if len(group) <= 1:
             return dict.fromkeys(group, index)
@@ -215,7 +216,7 @@ class Indexing(SortedRows):
         if size == 1:
             fixed = self._at(v, d, Const(start))
             return Value((*fixed.dims[:d], (), *fixed.dims[d:]), fixed.term)
-        if any(isinstance(a, ChosenRows) for a in group):
+        if some_chosen(group):
             raise Opaque
         if len(group) > 1:  # a flat buffer: take one number of the first axis
             length = 1
@@ -304,7 +305,7 @@ class Indexing(SortedRows):
         return self._rows_where(Value(v.dims[:-1], v.term), value(mask).dtype, size)
 
     def _rows_where(self, v: Value, dtype: torch.dtype, size: Any) -> tuple[ChosenRows, Value]:
-        if any(isinstance(x, ChosenRows) for x in v.axes):
+        if some_chosen(v.axes):
             raise Opaque
         key = ("mask", tuple(v.axes), v.term)  # the shape of the mask does not matter
         if key not in self._rows:
@@ -486,7 +487,7 @@ class Indexing(SortedRows):
             table = self.opaque(whole)  # one of its axes is the rows' axis
             lead, rest = table.dims[:first], table.dims[first + len(given) :]
         values = self._own_axes(table, indices)
-        dims = tuple(max((v.dims[d] for v in values), key=len) for d in range(len(values[0].dims)))
+        dims = self._joined(values)
         if any(v.term is Const(None) for v in values):
             raise Opaque
         mapping: dict[Axis, Term] = {}
@@ -499,7 +500,7 @@ class Indexing(SortedRows):
         """Give indices axes that the table does not have, so no row is paired with its own column by
         accident."""
         shared = set(table.axes) & {a for v in indices for a in v.axes}
-        if any(isinstance(a, ChosenRows) for a in shared):
+        if some_chosen(shared):
             raise Opaque
         fresh: dict[Axis, Any] = {a: Axis(a.size) for a in shared}
         return [v.rename(fresh) for v in indices]

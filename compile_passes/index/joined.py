@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .terms import Add, Affine, Apply, Axis, ChosenRows, Mean, Mix, Mul, Ref, Sum, Term, free_axes
+from .terms import (
+    Add,
+    Affine,
+    Apply,
+    Axis,
+    Mean,
+    Mix,
+    Mul,
+    Ref,
+    Sum,
+    Term,
+    free_axes,
+    some_chosen,
+)
 
 
 def joined(terms: Sequence[Term], axes: Sequence[Axis]) -> tuple[Axis, Term] | None:
@@ -14,7 +27,7 @@ def joined(terms: Sequence[Term], axes: Sequence[Axis]) -> tuple[Axis, Term] | N
     None if the terms differ in more than their part.
     """
     sizes = [a.size for a in axes]
-    if any(isinstance(a, ChosenRows) for a in axes) or not all(isinstance(s, int) for s in sizes):
+    if some_chosen(axes) or not all(isinstance(s, int) for s in sizes):
         return None
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     whole = Axis(sum(sizes))

@@ -13,10 +13,9 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import fx
 
-from ..graph.nodes import aten, is_grouped_mm, is_tensor
+from ..graph.nodes import aten, is_grouped_mm, is_pointwise, is_tensor
 from .axes import READERS, Opaque
 from .terms import Value
 from .written_rows import WrittenRows
@@ -34,12 +33,11 @@ class Reader(WrittenRows):
             return self._getitem(node, level)
         if node.target is aten.view.dtype:  # the same bits as other values
             raise Opaque
-        name = READERS.get(getattr(node.target, "overloadpacket", None))
-        if name is not None:
-            found: Value = getattr(self, name)(node, level)
-            return found
+        rule = READERS.get(getattr(node.target, "overloadpacket", None))
+        if rule is not None:
+            return rule(self, node, level)
         if is_grouped_mm(node):
             return self._grouped_mm(node, level)
-        if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if is_pointwise(node):
             return self._pointwise(node, level)
         raise Opaque

@@ -25,6 +25,7 @@ from .terms import (
     Term,
     Value,
     coordinate,
+    some_chosen,
     substitute,
     transform,
 )
@@ -35,7 +36,7 @@ class SortedRows(Values):
         """Read a sort. It orders all rows anew: each row is one position of the sorted tensor."""
         a = arguments(sort)
         v = self.value(a["self"], 0)
-        if len(v.dims) != 1 or a["descending"] or any(isinstance(x, ChosenRows) for x in v.axes):
+        if len(v.dims) != 1 or a["descending"] or some_chosen(v.axes):
             raise Opaque
         key = ("sort", self.canon.number(a["self"]), str(a.get("stable")))
         if key not in self._rows:

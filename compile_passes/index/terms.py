@@ -95,6 +95,11 @@ class ChosenRows(Axis):
         self.bound, self.mask, self.key = bound, mask, key
 
 
+def some_chosen(axes: Iterable[Axis]) -> bool:
+    """Return whether rows that a mask or a sort selected are among these axes."""
+    return any(isinstance(a, ChosenRows) for a in axes)
+
+
 class Const(Term):
     """A Python number. None is memory that nobody has written."""
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable
 
 from torch import fx
 
-from ..graph.nodes import CUTS, PRODUCTS, RESHAPES, SWAPS, aten, is_grouped_mm, is_op
+from ..graph.nodes import CUTS, PRODUCTS, RESHAPES, SWAPS, aten, is_op, is_product
 from ..graph.walks import reached
 from ..refusal import Kind, Refusal
 
@@ -44,7 +44,7 @@ def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.N
     """Return, for each product, which of these weights it reads after the graph has written to the weight."""
     found: dict[fx.Node, fx.Node] = {}
     for product in graph.nodes if weights else ():
-        for operand in product.all_input_nodes if _is_product(product) else ():
+        for operand in product.all_input_nodes if is_product(product) else ():
             node, changed = operand, False
             while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
                 changed = changed or not _is_part(node)
@@ -57,11 +57,7 @@ def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.N
 def _product_of(weight: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
     """Return a product with this weight or an unchanged part of it."""
     parts = reached(weight.users, lambda n: n.users if _is_part(n) else ())
-    return next((n for n in parts if _is_product(n) and n not in others), None)
-
-
-def _is_product(node: fx.Node) -> bool:
-    return is_op(node, *PRODUCTS) or is_grouped_mm(node)
+    return next((n for n in parts if is_product(n) and n not in others), None)
 
 
 def _is_part(node: fx.Node) -> bool:
