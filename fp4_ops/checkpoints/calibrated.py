@@ -1,8 +1,8 @@
 """Quantises with methods that need calibration text, one decoder layer at a time.
 
-The text runs through the original model layer by layer, for all windows: the output of a layer is kept until
-the next layer has used it. The experts of a layer are read, measured while they run, quantised, and freed.
-Their codes wait in a spool until the files that contain them can be written. The codes are those of
+All windows of the text run through the original model layer by layer. The output of a layer is kept until the
+next layer has used it. The experts of a layer are read, measured while they run, quantised, and freed. Their
+codes wait in a spool until the files that contain them can be written. The codes are those of
 `fp4_ops.prepare(model, method=..., calibration=calibrate(model, windows))`.
 
 The input of the next layer is spooled, too, so a run that was killed continues with the layer it had reached.
@@ -92,7 +92,7 @@ class CalibratedLayers:
         return self._where[name][0]
 
     def codes(self, name: str) -> Codes:
-        """Returns a matrix in 4 bits. For a gate or an up, both together."""
+        """Returns a matrix in 4 bits. For a gate or an up, returns both in one matrix."""
         layer, parameter, expert = self._where[name]
         if layer not in self._headers:
             self._headers[layer] = read_header(self._file(layer))
@@ -188,7 +188,7 @@ class CalibratedLayers:
         return sorted(self._spool.glob("state-*.safetensors"))
 
     def _save_state(self, layer: int, hidden: list[Tensor]) -> None:
-        """Saves the inputs of `layer`. Everything before it is done."""
+        """Saves the inputs of `layer`. All layers before it are done."""
         old = self._states()
         state = {str(i): x.cpu() for i, x in enumerate(hidden)} | {"unseen": torch.tensor([self.unseen])}
         _write(self._spool / f"state-{layer:05}.safetensors", state)

@@ -26,7 +26,7 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
     """
     try:
         model = _on_meta(folder)
-    except Exception as error:  # remote code, an unknown family, an incomplete config
+    except Exception as error:  # possible causes: remote code, an unknown family, an incomplete config
         warnings.warn(
             f"fp4: {folder.path}: whether the result can be loaded is not known: transformers builds no "
             f"model from its config ({type(error).__name__}: {first_line(str(error))})",

@@ -1,4 +1,4 @@
-"""python -m fp4_ops quantize"""
+"""The command `python -m fp4_ops quantize`"""
 
 from __future__ import annotations
 

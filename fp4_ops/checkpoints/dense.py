@@ -28,9 +28,10 @@ METHOD = "fp4_without_experts"
 
 
 class _WithoutExperts(QuantizationConfigMixin):
-    """names: the experts' tensors. `from_pretrained` must leave them in the files.
+    """Config that tells `_Loader` which tensors `from_pretrained` must leave in the files.
 
-    eight: the weights in 8 bits, by the tensor of their codes. `from_pretrained` must leave these, too.
+    names: the experts' tensors.
+    eight: the weights in 8 bits, by the tensor of their codes.
     """
 
     def __init__(self, names: Iterable[str], eight: dict[str, StoredWeight]) -> None:
@@ -155,7 +156,7 @@ class DenseModel:
             experts.module._parameters[getattr(experts.form, matrix)] = nn.Parameter(weight, False)
 
     def _dtype(self, parameter: str) -> torch.dtype:
-        """Returns a dtype that holds all parts of a weight. It is the model's for parts in 8 bits."""
+        """Returns a dtype that holds all parts of a weight. Parts in 8 bits count as the model's dtype."""
         found: set[torch.dtype] = {
             self.model.dtype if info.name in self._eight else info.dtype for _, info in self._parts[parameter]
         }
@@ -175,7 +176,7 @@ class DenseModel:
             experts.module._parameters[getattr(experts.form, matrix)] = None
 
     def _check(self, experts: ExpertsModule, matrix: str) -> None:
-        """Checks that the parts make up the weight, each once."""
+        """Checks that each part of the weight is there exactly once."""
         parameter = self.parameter(experts, matrix)
         parts, shape = self._parts[parameter], self._shapes[parameter]
         e, n, k = (shape[0], shape[2], shape[1]) if experts.transposed else shape
@@ -201,7 +202,7 @@ class DenseModel:
 def _places(
     weight: Tensor, target: Target, info: TensorInfo, transposed: bool
 ) -> Iterable[tuple[TensorInfo, Tensor]]:
-    """Pairs what to read of a weight's part with the tensor that it goes to."""
+    """Yields pairs: what to read of a weight's part, and the tensor to which it goes."""
     if target.expert is None:
         return ((info.row(i), matrix) for i, matrix in enumerate(weight))
     matrix = weight[target.expert].T if transposed else weight[target.expert]

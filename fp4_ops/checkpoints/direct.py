@@ -1,7 +1,8 @@
-"""Files read and written past the page cache (O_DIRECT), where the file system has it.
+"""Reads and writes files past the page cache (O_DIRECT), if the file system supports it.
 
-What is read once and exceeds the memory gains nothing from the cache, and filling the cache can cost more
-processor time than quantising does. Addresses, offsets and lengths of such transfers are multiples of BLOCK.
+Data that is larger than the memory and read only once gains nothing from the cache. Filling the cache can
+cost more processor time than quantising. Addresses, offsets and lengths of direct transfers are multiples of
+BLOCK.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _STAGE = 16 << 20
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which lives as long as the view does."""
+    """Returns the memory of a contiguous CPU tensor. The view keeps the memory alive."""
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     array.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
@@ -34,18 +35,18 @@ def _open(file: Path, flags: int) -> int:
     try:
         return os.open(file, flags | getattr(os, "O_DIRECT", 0), 0o666)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # which a file system that cannot do it says
+        if error.errno != errno.EINVAL:  # EINVAL: the file system does not support O_DIRECT
             raise
         return os.open(file, flags, 0o666)
 
 
 def open_reading(file: Path) -> int:
-    """A descriptor for `read`."""
+    """Returns a file descriptor for `read`."""
     return _open(file, os.O_RDONLY)
 
 
 def read(fd: int, offset: int, nbytes: int) -> Tensor | None:
-    """uint8 [nbytes] from `offset`, in memory of its own; None if the file ends before."""
+    """Returns uint8 [nbytes] from `offset`, in new memory, or None if the file is too short."""
     start = offset // BLOCK * BLOCK
     length = -(-(offset + nbytes - start) // BLOCK) * BLOCK
     memory = torch.empty(length + BLOCK, dtype=torch.uint8)
@@ -63,7 +64,7 @@ def read(fd: int, offset: int, nbytes: int) -> Tensor | None:
 
 
 class Sink:
-    """A new file, written from front to back. Its OSErrors name the file."""
+    """A new file that is written from front to back. Its OSErrors name the file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -81,10 +82,10 @@ class Sink:
                 self._put()
 
     def finish(self) -> None:
-        """Everything is on the disk when this returns."""
+        """Writes the rest. When this returns, everything is on the disk."""
         self._put()
         with _naming(self._file):
-            os.ftruncate(self._fd, self._size)  # the last block was written whole
+            os.ftruncate(self._fd, self._size)  # the last block was written with padding
             os.fsync(self._fd)
         self.close()
 
@@ -109,8 +110,9 @@ class Sink:
         self._used = 0
 
     def _through_cache(self) -> bool:
-        """Writes by the page cache from now on: only that takes a part of a block, where a disk is nearly
-        full. False if it did so already."""
+        """Writes through the page cache from now on, because a nearly full disk may have room only for a part
+        of a block. Returns False if it already did so.
+        """
         flags, direct = fcntl.fcntl(self._fd, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
         fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~direct)
         return bool(flags & direct)

@@ -3,7 +3,7 @@ code.
 
 Kimi K2 Thinking is DeepSeek-V3's architecture under the model type `kimi_k2`. Kimi K2.5 and K2.6 name classes
 that transformers spells differently. Both folders ask for `trust_remote_code`. That code stores experts in
-its own way, so transformers' own classes are used, with or without it.
+another way, so transformers' own classes are used, even if `trust_remote_code` is given.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _SAME = {
         {"AutoModelForImageTextToText": "Kimi_K25ForConditionalGeneration", "AutoModel": "Kimi_K25Model"},
     ),
 }
-"""For each model type: transformers' config class, and its model classes by the Auto class that finds
-them."""
+"""By model type: transformers' config class, and the model class for each Auto class."""
 
 _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModel")
 """The Auto classes, in the order in which they are asked for a class."""
@@ -33,7 +32,8 @@ _AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMul
 def register_families() -> None:
     """Makes transformers build these model types from its own classes, even if remote code is trusted.
 
-    transformers prefers classes from outside of itself to remote code, so subclasses are registered.
+    transformers prefers registered classes to remote code only if they are not its own, so subclasses are
+    registered.
     """
     for model_type, (config_name, models) in _SAME.items():
         base = getattr(transformers, config_name, None)

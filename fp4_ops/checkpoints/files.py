@@ -44,10 +44,12 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-"""dtypes of safetensors whose elements share bytes. Only their size is known; they are not read."""
+"""dtypes of safetensors whose elements share bytes. This module knows only their size, and does not read
+them.
+"""
 _MAX_HEADER = 100 << 20  # safetensors' own limit
 CHUNK = 16 << 20
-"""The number of bytes read at a time, if it can be chosen."""
+"""The number of bytes to read at a time, if there is a choice."""
 
 
 class CheckpointError(ValueError):
@@ -55,7 +57,7 @@ class CheckpointError(ValueError):
     tensor."""
 
     unknown_meaning = False
-    """True if its config says something about the weights that this package cannot compute."""
+    """True if the config describes weights that this package cannot compute with."""
 
 
 DAMAGED = "The file is damaged or not complete: fetch or export it again"
@@ -75,7 +77,9 @@ class TensorInfo:
     offset: int
     """The start of its bytes in the file."""
     foreign: str = ""
-    """The file's name of a dtype that is not read here. `dtype` and `shape` are then those of its bytes."""
+    """Name of the dtype in the file, if it is one that this module does not read. `dtype` and `shape` are
+    then those of its bytes.
+    """
 
     @property
     def nbytes(self) -> int:

@@ -40,7 +40,7 @@ class Folds:
 
 @dataclass
 class _Half:
-    """A gate or an up: the exact values of its block scales, and how much an error of each counts."""
+    """A gate or an up matrix: the exact values of its block scales, and the weight of an error in each."""
 
     block_scale: Tensor
     factor: Tensor
@@ -72,7 +72,7 @@ class _Half:
         norm(difference) / norm and max(|difference|) / max(|weight|) of the matrix."""
         old = self.scale
         new = (old / factor).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
-        # Both sides are products: a quotient would make an exact fold look inexact.
+        # Compare products, because a quotient would make an exact fold look inexact.
         change = (new.double() * factor - old).abs()
         norm = (old.square() * self.squares).sum().sqrt()
         if norm == 0:
@@ -128,7 +128,7 @@ def _candidates(halves: tuple[_Half, _Half]) -> list[Tensor]:
         factor = half.factor.float()
         found.append(factor)
         if top > 0:
-            # This power of two puts the largest block scale just below e4m3's end.
+            # With this power of two the largest block scale is just below the largest e4m3.
             steps = math.ceil(math.log2(top / (E4M3_MAX * half.factor.item())))
             shifted = torch.ldexp(factor, torch.tensor(steps, device=factor.device))
             if steps and shifted.isfinite() and shifted > 0:

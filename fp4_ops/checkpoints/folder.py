@@ -25,7 +25,7 @@ class Folder:
     Every header is read and checked here, so that a truncated shard or a missing file is found before
     anything is loaded or written.
 
-    files: the files that transformers has chosen (`variant=`, `subfolder=`). None: by its rule.
+    files: the files that transformers has chosen (`variant=`, `subfolder=`). None: choose them by its rule.
     """
 
     def __init__(self, path: str | os.PathLike[str], files: Sequence[Path] | None = None) -> None:

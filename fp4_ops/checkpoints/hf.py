@@ -58,8 +58,9 @@ METHOD = "fp4"
 
 
 class _Method(str):
-    """Our quant_method. transformers refuses GGUF files if a quantizer's method is `!= "gguf"`; ours reads
-    them, so it must compare as equal."""
+    """Our quant_method. It compares as equal to "gguf", because our quantizer reads GGUF files, and
+    transformers refuses them if a quantizer's method is `!= "gguf"`.
+    """
 
     __slots__ = ()
     __hash__ = str.__hash__
@@ -77,9 +78,9 @@ class FP4Config(QuantizationConfigMixin):
     format: quantise a checkpoint that is not in 4 bits to this format when it is loaded.
     activation, attention, dense, head, batch_invariant: as in `fp4_ops.prepare`.
     stored: the quantization_config of a folder that is in 4 bits already.
-    device: where a folder in 4 bits goes; None leaves that to transformers' device_map.
+    device: the device of a folder in 4 bits; None leaves it to transformers' device_map.
     requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`; ep_group: the group's name.
-    gguf: the GGUF file that `stored` is about.
+    gguf: the GGUF file that `stored` describes.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class FP4Config(QuantizationConfigMixin):
 
 
 class FP4HfQuantizer(HfQuantizer):
-    """Puts experts and linear layers that a folder stores in 4 bits into the model as they are.
+    """Loads experts and linear layers that a folder stores in 4 bits into the model, without a change.
 
     transformers loads the rest.
     """

@@ -73,7 +73,7 @@ class LoadReport:
 
 
 def _names(names: list[str]) -> str:
-    """Returns a few names as they are, or patterns of many, with * for numbers."""
+    """Returns a text with the names, if they are few, or with patterns that have * for numbers."""
     if len(names) <= 2:
         return " and ".join(names)
     patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
@@ -99,7 +99,7 @@ class Source:
         self.read, self.report, self.requantize = read, report, requantize
 
     def format(self, stored: StoredWeight) -> str:
-        """Returns the format of the operators' weight that is made from it."""
+        """Returns the format of the weight that the operators get for `stored`."""
         return self.requantize or stored.dialect.format
 
     def scale_dtype(self, weights: Iterable[StoredWeight], format: str) -> torch.dtype:
@@ -148,7 +148,9 @@ class Requantized(Source):
 
 @dataclass
 class Stack:
-    """One weight [E, N, K] of an experts module in the operators' terms, in the plain layout."""
+    """One weight [E, N, K] of an experts module, as codes and scales for the operators, in the plain
+    layout.
+    """
 
     packed: Tensor
     block_scale: Tensor
@@ -235,8 +237,8 @@ def load_linear(codes: Codes, format: str, dtype: torch.dtype, batch_invariant: 
 def detach_places(model: nn.Module, placement: Placement) -> None:
     """Removes the Parameters that are filled here, so that nothing else fills them.
 
-    A weight that is stored by itself is not tied to another one, whatever the config says: a head in 4 bits
-    beside embeddings in bf16.
+    A weight that has its own tensors in the files is not tied to another one, even if the config says so: for
+    example a 4-bit head beside bf16 embeddings.
     """
     places = [f"{n}.{a}" for name, p in placement.experts.items() for n in (name, *p.also) for a in p.shapes]
     places += [f"{n}.weight" for n in placement.linears]
@@ -260,8 +262,9 @@ def fill(
     batch_invariant: bool = False,
     progress: bool = True,
 ) -> LoadReport:
-    """Puts the stored weights into the places that `detach_places` emptied. device_of: a module's name to
-    its device."""
+    """Loads the stored weights into the places that `detach_places` emptied. device_of: returns the device of
+    a module by its name.
+    """
     stored = [*_stored(placement)]
     formats = dict.fromkeys(requantize or w.dialect.format for w in stored if not w.dialect.is_dense)
     report = LoadReport(

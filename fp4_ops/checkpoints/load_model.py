@@ -39,22 +39,24 @@ def load_checkpoint(
 ) -> PreTrainedModel:
     """Builds a model whose expert weights are the 4-bit ones of a checkpoint folder or a GGUF file.
 
-    model_or_config: what to build: a transformers config, or a model of which class and config count (not its
-        weights; it may be on the meta device). None: what the folder's config says.
+    model_or_config: the model to build: a transformers config, or a model whose class and config are used
+        (not its weights; it may be on the meta device). None: use the folder's config.
     path: a folder of safetensors files and a config.json that names its dialect (docs/checkpoints.md);
-        or a GGUF file, any file of a split one, or a folder with one. Without a config.json beside it, its
-        metadata say what to build.
-    activation: as in `fp4_ops.prepare`. device, dtype: of the model; dtype is that of what is not quantised.
-    requantize: for int4 folders: "nvfp4" or "mxfp4", to quantise them anew to that, matrix by matrix (lossy).
-        None: as they are, exactly; an error for groups that no int4 format's block (32, 64, 128) divides.
-        Weights in nvfp4 or mxfp4 are never converted to another format. Of GGUF files, experts in other types
-        than MXFP4, NVFP4 and Q4_0 need it. It then counts for all experts that are not in that format.
+        or a GGUF file, any file of a split one, or a folder with one. If there is no config.json beside it,
+        its metadata give the config.
+    activation: as in `fp4_ops.prepare`.
+    device, dtype: the model's device, and the dtype of weights that are not quantised.
+    requantize: for int4 folders: "nvfp4" or "mxfp4" requantises the weights to this format, matrix by matrix
+        (lossy). None keeps them exactly, and is an error for groups that no int4 format's block (32, 64, 128)
+        divides. Weights in nvfp4 or mxfp4 are never converted to another format. GGUF files need it for
+        experts in types other than MXFP4, NVFP4 and Q4_0. It then applies to all experts that are not in that
+        format.
     trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
     batch_invariant: as in `fp4_ops.prepare`.
-    trust_remote_code: run the folder's own code where transformers does not have the family (Kimi K2 it has).
+    trust_remote_code: run the folder's own code if transformers does not have the family (it has Kimi K2).
     distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`: this process reads its own
-        experts, or its part of each. ep_group: as in `fp4_ops.prepare`; the rest of the model is whole. See
-        docs/several_gpus.md.
+        experts, or its part of each expert. ep_group: as in `fp4_ops.prepare`; only the experts are divided.
+        See docs/several_gpus.md.
 
     Every file is checked first. A truncated file, a missing scale, a wrong shape or an unknown dialect raises
     a CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a
@@ -141,7 +143,7 @@ def _say_how(
     requantize: str | None, trainable_inputs: bool, ep_group: Any, batch_invariant: bool,
     gguf: str | None = None,
 ) -> None:  # fmt: skip
-    """Writes into a config how `from_pretrained` is to load the checkpoint."""
+    """Writes into a config how `from_pretrained` must load the checkpoint."""
     register_quantizer()
     config.quantization_config = {
         "quant_method": METHOD, "activation": activation, "stored": stored, "device": str(device),

@@ -40,7 +40,7 @@ class PackOnLoad(ConversionOps):
 
 
 def check_read(model: nn.Module, files: Iterable[str]) -> None:
-    """Raises CheckpointError for experts that no tensor of the files fills, which would be random.
+    """Raises CheckpointError for experts that no tensor of the files fills, because they would be random.
 
     transformers marks the parameters that it has filled.
     """

@@ -59,7 +59,7 @@ class ExpertsPlacement:
 
     name: str
     plan: Plan | None
-    """How `fp4::moe` runs it. None: it runs its own code over `FP4Tensor`s."""
+    """The plan with which `fp4::moe` runs it. None: the module runs its own code with `FP4Tensor`s."""
     reason: str
     """Why there is no plan."""
     form: Form
@@ -68,7 +68,7 @@ class ExpertsPlacement:
     shapes: dict[str, tuple[int, int, int]]
     """[E, N, K] of each of its two weights."""
     parts: dict[tuple[str, int | None, str], StoredWeight] = field(default_factory=dict)
-    """By attribute, expert and half."""
+    """The stored weights, by attribute, expert and half."""
     part: Distributed | None = None
     """This process's part of the experts, if it does not have all (ranks.py)."""
     also: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Placement:
     experts: dict[str, ExpertsPlacement]
     linears: dict[str, StoredWeight]
     dense: dict[str, DensePlacement]
-    """By parameter."""
+    """Ordinary parameters, by name."""
     left: dict[str, str]
     """Modules that are not filled with 4-bit weights, and why."""
     patterns: set[str]
@@ -101,7 +101,7 @@ class Placement:
 
 
 class Rules:
-    """Maps a weight's name to its target, by transformers' conversion rules for a model and by our own."""
+    """Maps a weight's name to its target, with transformers' conversion rules for a model and with ours."""
 
     def __init__(self, model: nn.Module) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -153,8 +153,9 @@ def rules(model: nn.Module) -> Rules:
 
 
 def is_left_out(model: nn.Module, name: str) -> bool:
-    """Returns whether the family's checkpoints have such tensors but its model does not: mostly layers
-    that predict further tokens."""
+    """Returns whether the family's model leaves out a tensor that its checkpoints have: mostly of layers that
+    predict further tokens.
+    """
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return any(re.search(pattern, name) for pattern in patterns)
 
@@ -168,7 +169,7 @@ def pattern_of(name: str) -> str:
 
 
 class _Numbered:
-    """Places experts that have numbers in the files, although the family's rules know them only stacked."""
+    """Places experts that are numbered in the files, if the family's rules know them only stacked."""
 
     def __init__(self, model: nn.Module) -> None:
         self.forms = {name: form for name, m in model.named_modules() if (form := form_of(m))}
@@ -214,9 +215,9 @@ def place(
 ) -> Placement:
     """Finds the place of every stored weight, and a stored weight for every part of each place.
 
-    model: on any device, the meta device too; as transformers builds it, not yet prepared.
-    tensors: those of the folder. Ordinary ones that transformers' rules leave aside are placed, too.
-    requantize: the format that experts will be quantised to anew. Those of a module may then be in several.
+    model: as transformers builds it, not yet prepared, on any device, even meta.
+    tensors: all tensors of the folder. Ordinary ones that transformers' rules do not place are placed, too.
+    requantize: the format to which experts will be requantised. A module's may then have several formats.
     Raises CheckpointError for weights without a place, of another shape than their place, or missing.
     """
     return _Placer(model).place(weights, tensors, requantize is not None)

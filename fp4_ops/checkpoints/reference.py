@@ -1,4 +1,4 @@
-"""Loads models with ordinary weights, whatever their folder holds. `eval` and `report` compare with them."""
+"""Loads models with ordinary weights from any folder. `eval` and `report` use them as the reference."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def load_reference(
 ) -> tuple[Any, dict[str, Stored]]:
     """Loads a model with ordinary weights only. Also returns, by module, which experts were in 4 bits.
 
-    model: a folder or a name for `from_pretrained`. Weights in 4 bits become the values that they stand for,
-        in `dtype`.
+    model: a folder or a name for `from_pretrained`. 4-bit weights are dequantised to `dtype`.
     """
     if Path(model).is_dir() and stored_config(Path(model)) is not None:
         loaded: Any = load_checkpoint(None, model, dtype=dtype)
@@ -39,8 +38,9 @@ def load_reference(
 
 @torch.no_grad()
 def dequantize(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
-    """Turns weights in 4 bits into ordinary parameters, in place. Returns, by module, what experts were
-    before."""
+    """Turns 4-bit weights into ordinary parameters, in place. Returns, by module, how its experts were
+    stored.
+    """
     stored: dict[str, Stored] = {}
     modules: dict[str, Any] = dict(model.named_modules())
     for name, module in modules.items():

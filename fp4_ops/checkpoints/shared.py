@@ -44,8 +44,9 @@ def _weights(module: nn.Module) -> tuple[str, ...]:
 
 
 def shared_by_class(model: Any) -> dict[str, str]:
-    """Does the same for a new model of this class and config, which a reader of a saved folder would
-    build."""
+    """Does the same for a new model of this class and config. A reader of a saved folder builds such a
+    model.
+    """
     if not shared_experts(model):
         return {}
     try:

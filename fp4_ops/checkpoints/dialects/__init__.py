@@ -1,12 +1,12 @@
-"""How others store 4-bit weights. Which dialects a folder speaks, its config says.
+"""Dialects: how other tools store 4-bit weights. A folder's config says which dialects it uses.
 
-One file ("room") a maker: its dialects, and `claims(config, where)`, which returns the dialects that a
-`quantization_config` describes, or None where the config is not this maker's. It raises a CheckpointError
-that says what to do where the config is this maker's and cannot be read. A new dialect is a new file and a
-line in ROOMS.
+Each maker has one file ("room") with its dialects and with `claims(config, where)`. This function returns the
+dialects that a `quantization_config` describes, or None if another maker wrote the config. If this maker
+wrote it but it cannot be read, it raises a CheckpointError that says what to do. A new dialect takes a new
+file and a line in ROOMS.
 
-Nothing is ever guessed from values: compressed-tensors and ModelOpt store the second scale of nvfp4 as
-reciprocals of one another, under different names, and no number tells which is which.
+Nothing is guessed from values. For example, the second scale of nvfp4 in compressed-tensors is the reciprocal
+of the one in ModelOpt. Only their names differ; the numbers do not tell which is which.
 """
 
 from __future__ import annotations
@@ -67,14 +67,15 @@ _CLAIMS: tuple[Callable[[dict[str, Any], str], tuple[Dialect, ...] | None], ...]
 
 
 def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dialect, ...]:
-    """The dialects that a `quantization_config` describes: several where its precision is mixed.
+    """Returns the dialects that a `quantization_config` describes. There are several if its precision is
+    mixed.
 
-    where: the file that the config is from, for errors. Raises CheckpointError if no dialect fits.
+    where: the file of the config, for error messages. Raises CheckpointError if no dialect fits.
     """
     for claims in _CLAIMS:
         try:
             dialects = claims(config, where)
-        except (AttributeError, KeyError, TypeError) as error:  # a list for an object, a text for a number
+        except (AttributeError, KeyError, TypeError) as error:  # a value has a wrong type
             raise CheckpointError(
                 f"fp4: {where} has a quantization_config that is not as its tool writes it ({error}). Take "
                 "the config.json that was written with the files"
@@ -88,7 +89,7 @@ def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dial
 
 
 def check_four_bits(dialects: Iterable[Dialect], where: str) -> None:
-    """Raises CheckpointError where none of a folder's dialects is one of 4 bits."""
+    """Raises CheckpointError if none of a folder's dialects has 4 bits."""
     if all(d.is_dense for d in dialects):
         kinds = " and ".join(sorted({d.format for d in dialects}))
         raise CheckpointError(
@@ -98,7 +99,9 @@ def check_four_bits(dialects: Iterable[Dialect], where: str) -> None:
 
 
 def holds_fp4(config: dict[str, Any]) -> bool:
-    """Whether a `quantization_config` says that any weight is a 4-bit float, readable or not."""
+    """Returns whether a `quantization_config` says that any weight is a 4-bit float, even one that cannot be
+    read.
+    """
     groups = _groups(config)
     kinds = [g.get("weights") or {} for g in groups]
     formats = [str(part.get("format")) for part in (config, *groups)]
@@ -113,7 +116,9 @@ def _groups(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def is_eight_bits(config: dict[str, Any]) -> bool:
-    """Whether a `quantization_config` says that no weight is in 4 bits, so that transformers may know it."""
+    """Returns whether a `quantization_config` says that no weight is in 4 bits. transformers may know such a
+    folder.
+    """
     bits = [(g.get("weights") or {}).get("num_bits") for g in _groups(config)]
     if config.get("quant_method") == "fp8" or config.get("bits", 4) != 4:
         return True
@@ -121,7 +126,9 @@ def is_eight_bits(config: dict[str, Any]) -> bool:
 
 
 def check_order(dialects: Iterable[Dialect]) -> None:
-    """Raises CheckpointError for int4 that transformers leaves out of stacked experts without a word."""
+    """Raises CheckpointError for int4 weights that no operator computes with. (transformers would silently
+    skip them in stacked experts.)
+    """
     for dialect in dialects:
         if dialect.format in (ASYMMETRIC, OUT_OF_ORDER):
             raise CheckpointError(
@@ -132,14 +139,16 @@ def check_order(dialects: Iterable[Dialect]) -> None:
 
 
 def check_target(requantize: str | None) -> None:
-    """Raises ValueError unless `requantize` is a format that weights can be quantised to anew, or None."""
+    """Raises ValueError unless `requantize` is None or a format to which weights can be requantised."""
     if requantize is not None and requantize not in FP4_FORMATS:
         formats = " or ".join(map(repr, FP4_FORMATS))
         raise ValueError(f"fp4: requantize is {requantize!r}; it must be {formats}, or None")
 
 
 def check_requantize(dialects: Iterable[Dialect], requantize: str | None) -> None:
-    """Raises ValueError unless the format to quantise to is given where one is needed, and only for int4."""
+    """Raises ValueError if weights need `requantize` and it is missing, or if it is given for weights other
+    than int4.
+    """
     formats = " or ".join(map(repr, FP4_FORMATS))
     check_target(requantize)
     for dialect in (d for d in dialects if not d.is_dense):

@@ -1,4 +1,4 @@
-"""Intel's AutoRound, in its own format: `packing_format` says whose layout the tensors have."""
+"""Intel's AutoRound, in its own format. `packing_format` names the tool whose layout the tensors have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .keys import ROTATIONS, TUNING, Keys, all_of, is_set, transforms
 DIALECTS: tuple[Dialect, ...] = ()
 
 _FLOATS = {("mx_fp", 32): MXFP4_PACK, ("nv_fp", 16): NVFP4_PACK}
-"""`data_type` and `group_size` of those that are packed as llm-compressor does it."""
+"""Dialects of weights that are packed like llm-compressor's, by `data_type` and `group_size`."""
 
 _NESTED = is_set("scales that are quantised themselves, which are not read")
 KEYS = Keys(
@@ -40,7 +40,7 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
                 "or 16. Leave that layer in 16 bits when you quantise"
             )
     if bits == 4 and "llm_compressor" in packing:
-        # data types have endings that say how activations are scaled: nv_fp4_with_static_gs
+        # some data types have an ending for the scales of activations: nv_fp4_with_static_gs
         for (name, size), dialect in _FLOATS.items():
             if kind.startswith(name) and config.get("group_size") == size:
                 return (dialect,)

@@ -18,12 +18,12 @@ from ..files import INCOMPLETE, CheckpointError, TensorInfo, read_json
 Read = Callable[[TensorInfo], Tensor]
 
 STACKS = ("_proj", "_linear")
-"""Ends of the names of tensors that hold all experts, where these have no suffix: their scales do."""
+"""Name endings of tensors that hold all experts and have no suffix; only their scales have one."""
 
 
 @dataclass
 class Codes:
-    """One weight in the operators' terms: value = code * block_scale * global_scale."""
+    """One weight as the operators take it: value = code * block_scale * global_scale."""
 
     packed: Tensor
     """uint8 [..., N, K/2]"""
@@ -35,17 +35,17 @@ class Codes:
 
 @dataclass(frozen=True)
 class Dialect(ABC):
-    """The names and the arithmetic of one way to store weights.
+    """One way to store weights: the names of the tensors, and their arithmetic.
 
-    A weight `NAME` (a linear layer, or one expert's matrix) is stored as NAME + each suffix below. What
-    differs in arithmetic or in shapes is a subclass.
+    A weight `NAME` (a linear layer, or one expert's matrix) is stored as NAME + each suffix below. A subclass
+    implements other arithmetic or shapes.
     """
 
     name: str
     format: str
-    """A name of FORMATS, or, in words, what no operator computes with."""
+    """A key of FORMATS, or a description of weights that no operator computes with."""
     packed: str
-    """The suffix of the codes. By default they lie [N, K/2], the lower k in the low nibble."""
+    """The suffix of the codes. By default they are [N, K/2], with the lower k in the low nibble."""
     block_scale: str
     """Suffix of the block scales. By default they are [N, K/block]."""
     global_scale: str | None = None
@@ -53,11 +53,13 @@ class Dialect(ABC):
     unused: tuple[str, ...] = ()
     """Suffixes that are ignored: scales for activations, which the operators choose when they run."""
     forbidden: tuple[str, ...] = ()
-    """Suffixes that are an error: such a tensor changes a weight in a way that nothing here computes."""
+    """Suffixes of tensors that are an error, because they change the weight in a way that no operator
+    computes.
+    """
     reads: tuple[str, ...] = ()
     """Suffixes of other tensors that `decode` reads, if they exist."""
     stacked: bool = False
-    """One tensor holds all experts, and has E in front of its dimensions."""
+    """True if one tensor holds all experts. Its first dimension is E."""
     code_dtypes: tuple[torch.dtype, ...] = (torch.uint8, torch.int8)
     """Dtypes of the tensor of codes. An int32 holds eight codes."""
     codes_per_byte: int = 2
@@ -67,13 +69,15 @@ class Dialect(ABC):
 
     @property
     def is_dense(self) -> bool:
-        """Whether weights become ordinary ones (`dequantize`), because no operator computes with these."""
+        """Returns whether weights are dequantised to ordinary ones, because no operator computes with the
+        stored ones.
+        """
         return False
 
     @property
     @abstractmethod
     def block(self) -> int:
-        """Elements along K that share a block scale."""
+        """Returns the number of elements along K that share a block scale."""
 
     @property
     @abstractmethod
@@ -82,27 +86,31 @@ class Dialect(ABC):
 
     @abstractmethod
     def decode(self, stored: StoredWeight, read: Read) -> Codes:
-        """Reads a weight and turns it, exactly, into the operators' terms.
+        """Reads a weight and converts it, exactly, to the operators' codes and scales.
 
-        Raises CheckpointError for scales that are NaN, and for a global scale that is no positive number.
+        Raises CheckpointError for scales that are NaN, and for a global scale that is not a positive number.
         """
 
     def values(self, stored: StoredWeight, read: Read) -> Tensor:
-        """float32 [N, K]: what the weight means. For weights that are quantised anew."""
+        """Returns the values of the weight, float32 [N, K]. They are needed for weights that are
+        requantised.
+        """
         raise NotImplementedError(f"{self.name} is not quantised anew")
 
     def dequantize(self, stored: StoredWeight, read: Read, dtype: torch.dtype) -> Tensor:
-        """In `dtype` and as it is stored, [N, K] or all experts', of a dialect that is dense."""
+        """Returns the weight in `dtype` and in its stored shape ([N, K], or all experts'). Only for dense
+        dialects.
+        """
         raise NotImplementedError(f"{self.name} is not dense")
 
     def matrix(
         self, stored: StoredWeight, expert: int | None, codes: Tensor, read: Read, dtype: torch.dtype
     ) -> Tensor:
-        """`dequantize` of one matrix whose codes are read already: the weight's, or one expert's."""
+        """Dequantises one matrix whose codes were already read: the weight, or one expert of it."""
         raise NotImplementedError(f"{self.name} is not dense")
 
     def scale_dtype(self, weights: list[StoredWeight]) -> torch.dtype:
-        """The dtype in which the operators can hold the block scales of all these weights."""
+        """Returns a dtype of the operators that holds the block scales of all these weights."""
         return FORMATS[self.format].scale_dtype
 
     @property
@@ -115,26 +123,28 @@ class Dialect(ABC):
         )
 
     def base(self, name: str) -> str | None:
-        """The weight that a tensor named `name` would be the codes of, or None."""
+        """Returns the name of the weight whose codes a tensor `name` would be, or None."""
         return name.removesuffix(self.packed) if name.endswith(self.packed) else None
 
     def is_packed(self, info: TensorInfo) -> bool:
-        """Whether a tensor holds codes. ModelOpt calls them `weight` too: there the file's dtype decides."""
+        """Returns whether a tensor holds codes. The dtype decides, because ModelOpt also uses the name
+        `weight`.
+        """
         return self.base(info.name) is not None and info.dtype in self.code_dtypes
 
     def shape(self, packed: TensorInfo) -> tuple[int, ...]:
-        """[N, K] of the weight, or [E, N, K] where all experts are stacked."""
+        """Returns [N, K] of the weight, or [E, N, K] if it stacks all experts."""
         if len(packed.shape) != 2:
             raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2")
         return packed.shape[0], packed.shape[1] * packed.dtype.itemsize * self.codes_per_byte
 
     def scale_shape(self, packed: TensorInfo) -> tuple[int, ...]:
-        """That of the block scales beside these codes."""
+        """Returns the shape of the block scales that belong to these codes."""
         *rows, k = self.shape(packed)
         return *rows, -(-k // self.block)
 
     def scale_shapes(self, packed: TensorInfo) -> tuple[tuple[int, ...], ...]:
-        """All that the block scales beside these codes may have."""
+        """Returns all shapes that the block scales of these codes may have."""
         return (self.scale_shape(packed),)
 
     def check_scale(self, packed: TensorInfo, scale: TensorInfo) -> None:
@@ -150,13 +160,13 @@ class Dialect(ABC):
             raise CheckpointError(f"fp4: {scale} is {scale.dtype}; it must be {wanted}")
 
     def module_name(self, base: str) -> str:
-        """The name that the weight has as long as it is not quantised."""
+        """Returns the name of the weight when it is not quantised."""
         return base if self.stacked else base + ".weight"
 
 
 @dataclass(frozen=True)
 class StoredWeight:
-    """The tensors of one weight as they lie in the files: checked against each other, not yet read."""
+    """The tensors of one weight in the files. They are checked against each other, but not read."""
 
     name: str
     dialect: Dialect
@@ -169,27 +179,29 @@ class StoredWeight:
     @property
     def tensors(self) -> tuple[TensorInfo, ...]:
         second = (self.global_scale,) if self.global_scale else ()
-        # GGUF has scales and codes in one
+        # GGUF has scales and codes in one tensor
         return tuple(dict.fromkeys((self.packed, self.block_scale, *second, *self.others)))
 
     def other(self, suffix: str) -> TensorInfo | None:
-        """The one of `others` with this suffix."""
+        """Returns the one of `others` with this suffix, or None."""
         return next((info for info in self.others if info.name == self.name + suffix), None)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[N, K], or [E, N, K] where all experts are stacked."""
+        """Returns [N, K], or [E, N, K] if all experts are stacked."""
         return self.dialect.shape(self.packed)
 
 
 def scale_dtype(weights: Iterable[StoredWeight]) -> torch.dtype:
-    """The dtype in which the operators can hold the block scales of all these weights of one dialect."""
+    """Returns a dtype of the operators that holds the block scales of all these weights, which have one
+    dialect.
+    """
     weights = list(weights)
     return weights[0].dialect.scale_dtype(weights)
 
 
 def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The part of a model's config that says how its weights are stored."""
+    """Returns the part of a model's config that says how its weights are stored."""
     for part in (config, config.get("text_config") or {}):
         for key in ("quantization_config", "compression_config"):
             if part.get(key):
@@ -198,7 +210,7 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
                         f"fp4: {key} of config.json is {part[key]!r}; it must be an object. Take the "
                         "config.json that was written with the files"
                     )
-                # DeepSeek-V4's expert_dtype stands beside it, V4.1's in it.
+                # DeepSeek-V4 has expert_dtype beside quantization_config, V4.1 has it inside.
                 beside = {"expert_dtype": part["expert_dtype"]} if part.get("expert_dtype") else {}
                 return {**beside, **part[key]}
     return None
@@ -207,7 +219,8 @@ def quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
 def stored_config(path: Path) -> dict[str, Any] | None:
     """Reads from a folder how its weights are stored, or returns None.
 
-    ModelOpt's older exports say it in a file of its own, hf_quant_config.json; newer ones in both.
+    Older exports of ModelOpt say it in a separate file, hf_quant_config.json. Newer ones also say it in
+    config.json.
     """
     stored = quantization_config(read_json(path / "config.json"))
     older = path / "hf_quant_config.json"
@@ -236,7 +249,7 @@ def with_older(stored: dict[str, Any] | None, older: dict[str, Any]) -> dict[str
 
 
 def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) -> dict[str, StoredWeight]:
-    """Every weight that the tensors hold in these dialects.
+    """Returns every weight that the tensors hold in these dialects.
 
     Raises CheckpointError for parts that are missing, misshapen or of another dtype.
     """
@@ -253,7 +266,7 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
         possible = [d for d in dialects if d.is_packed(info)]
         if not possible:
             continue
-        # Where several name their codes alike, the dtype of the scales beside them tells.
+        # If several dialects use the same name for codes, the dtype of the scales decides.
         fitting = [d for d in possible if _has_scales(d, info, tensors)] or possible
         dialect = max(fitting, key=lambda d: _names(d, info))  # the first of those that name it best
         base = dialect.base(info.name)

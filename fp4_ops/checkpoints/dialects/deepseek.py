@@ -1,4 +1,6 @@
-"""DeepSeek-V4's own folders: experts in mxfp4, codes as int8, and other layers in fp8 with e8m0 scales."""
+"""DeepSeek-V4's own folders: experts in mxfp4, with codes stored as int8, and other layers in fp8 with e8m0
+scales.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ DIALECTS: tuple[Dialect, ...] = (DEEPSEEK_FP4, DEEPSEEK_FP8)
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
-    """`expert_dtype` tells them from folders that are in fp8 altogether."""
+    """Returns the dialects if `expert_dtype` is "fp4". Folders that are completely in fp8 lack this key."""
     if config.get("quant_method") != "fp8" or config.get("expert_dtype") != "fp4":
         return None
     KEYS.check(config, where)

@@ -1,4 +1,4 @@
-"""The arithmetic of weights in nvfp4 and mxfp4, whatever their names."""
+"""The arithmetic of weights in nvfp4 and mxfp4, for tensors of any name."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from .base import Codes, Dialect, Read, StoredWeight
 
 @dataclass(frozen=True)
 class FP4Dialect(Dialect):
-    """Codes are e2m1; block scales e4m3 (nvfp4) or e8m0 (mxfp4)."""
+    """Codes are e2m1. Block scales are e4m3 (nvfp4) or e8m0 (mxfp4)."""
 
     reciprocal: bool = False
-    """The file's global scale divides: value = code * block_scale / global_scale."""
+    """True if the stored global scale is a divisor: value = code * block_scale / global_scale."""
     wider: int = 0
-    """Elements along K that may share a scale as well, several of the format's blocks: the shape tells."""
+    """Another possible number of elements along K that share a scale: several of the format's blocks. The
+    scale's shape decides.
+    """
 
     @property
     def block(self) -> int:
@@ -28,7 +30,7 @@ class FP4Dialect(Dialect):
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         dtype = FORMATS[self.format].scale_dtype
-        # e8m0 is stored as its bytes by those whose torch had no such dtype
+        # older torch has no e8m0 dtype, so some tools store its bytes
         return (dtype, torch.uint8) if dtype == torch.float8_e8m0fnu else (dtype,)
 
     def scale_shapes(self, packed: TensorInfo) -> tuple[tuple[int, ...], ...]:
@@ -44,7 +46,9 @@ class FP4Dialect(Dialect):
         return Codes(packed, scale, self.read_global_scale(stored, read))
 
     def each_block(self, scale: Tensor, k: int) -> Tensor:
-        """[..., N, K/block], where several blocks may share one of the scales given."""
+        """Returns one scale for each block, [..., N, K/block]. In the files, several blocks may share a
+        scale.
+        """
         blocks = -(-k // self.block)
         if scale.shape[-1] == blocks:
             return scale
@@ -77,7 +81,7 @@ class FP4Dialect(Dialect):
 
 @dataclass(frozen=True)
 class StackedBlocks(FP4Dialect):
-    """All experts in one: packed [E, N, K/block, block/2], block_scale [E, N, K/block]."""
+    """Holds all experts in one tensor: packed [E, N, K/block, block/2], block_scale [E, N, K/block]."""
 
     stacked: bool = True
 

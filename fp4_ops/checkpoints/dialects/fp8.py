@@ -1,4 +1,4 @@
-"""8-bit weights, float or integer, that lie beside 4-bit ones, or are what is to be quantised."""
+"""8-bit weights, float or integer: in folders with 4-bit weights, or in folders that are to be quantised."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ BYTES = (torch.uint8, torch.float8_e8m0fnu)
 
 @dataclass(frozen=True)
 class EightBits(Dialect):
-    """value = code * scale: one scale for a weight, for a row, for a block, or (MXFP8) for 32 along K.
+    """Weights with value = code * scale. There is one scale for the weight, for each row, for each block, or
+    (MXFP8) for each 32 elements along K.
 
-    The scale's shape says which; sizes of blocks are the config's. No operator computes with these: they
-    become weights in the model's dtype.
+    The scale's shape says which. The config gives the sizes of blocks. No operator computes with such
+    weights, so they become weights in the model's dtype.
     """
 
     code_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
@@ -47,7 +48,7 @@ class EightBits(Dialect):
         return super().is_packed(info) and (stack or not self.stacked)
 
     def shape(self, packed: TensorInfo) -> tuple[int, ...]:
-        """As the tensor is stored: [N, K], or all experts', [E, N, K] or [E, K, N]."""
+        """Returns the stored shape: [N, K], or for all experts [E, N, K] or [E, K, N]."""
         if len(packed.shape) not in (2, 3):
             raise CheckpointError(f"fp4: {packed} has {len(packed.shape)} dimensions; it must have 2 or 3")
         return packed.shape
@@ -62,7 +63,9 @@ class EightBits(Dialect):
             )
 
     def _blocks(self, shape: tuple[int, ...], scale: TensorInfo) -> tuple[int, int] | None:
-        """Rows and columns of a matrix that share a scale; None if the scale does not fit."""
+        """Returns how many rows and columns of a matrix share a scale, or None if the scale's shape does not
+        fit.
+        """
         *experts, n, k = shape
         of_matrix = scale.shape
         if prod(of_matrix) == 1:
@@ -73,7 +76,7 @@ class EightBits(Dialect):
             of_matrix = of_matrix[1:]
             if prod(of_matrix) == 1:
                 return n, k
-            if of_matrix == (1, k):  # [E, K, N] whose outputs have a scale each
+            if of_matrix == (1, k):  # [E, K, N], with a scale for each output
                 return n, 1
         if scale.dtype in BYTES and of_matrix == (n, -(-k // 32)):
             return 1, 32
@@ -81,7 +84,7 @@ class EightBits(Dialect):
             return 1, k
         rows, columns = self.blocks
         whole = (-(-n // rows), -(-k // columns))
-        # ModelOpt keeps a dimension of one beside each
+        # ModelOpt adds dimensions of size one
         if of_matrix in (whole, (whole[0], 1, whole[1], 1)):
             return self.blocks
         return None
@@ -93,7 +96,9 @@ class EightBits(Dialect):
         return self.dequantize(stored, read, torch.float32)
 
     def dequantize(self, stored: StoredWeight, read: Read, dtype: torch.dtype) -> Tensor:
-        """As it is stored, [N, K] or all experts': the product in float64, rounded once."""
+        """Returns the values in the stored shape ([N, K], or all experts'). The product is computed in
+        float64 and rounded once.
+        """
         if len(stored.shape) == 2:
             return self.matrix(stored, None, read(stored.packed), read, dtype)
         experts = range(stored.shape[0])
@@ -102,7 +107,7 @@ class EightBits(Dialect):
     def matrix(
         self, stored: StoredWeight, expert: int | None, codes: Tensor, read: Read, dtype: torch.dtype
     ) -> Tensor:
-        """One matrix of a weight, from its codes: the whole weight's (None), or an expert's."""
+        """Dequantises one matrix from its codes: the whole weight (`expert` is None), or one expert's."""
         blocks = self._blocks(stored.shape, stored.block_scale)
         assert blocks is not None
         scale = read(stored.block_scale)

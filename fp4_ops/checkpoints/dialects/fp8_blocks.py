@@ -1,6 +1,6 @@
 """transformers' own FP8 (`quant_method` fp8): DeepSeek-V3 and R1, Kimi-K2-Instruct, MiniMax-M2, Qwen3-FP8.
 
-Nothing in it is in 4 bits: it is read as what `quantize` starts from.
+It has no 4-bit weights. It is read only as a source of `quantize`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .keys import Keys, other_than
 FP8_BLOCKS = EightBits(
     "fp8", "fp8", ".weight", ".weight_scale_inv", unused=(".activation_scale", ".input_scale")
 )
-"""The scale is called an inverse, and is what codes are multiplied by."""
+"""Codes are multiplied by the scale, although its name says "inverse"."""
 FP8_STACKED = replace(
     FP8_BLOCKS, name="fp8-stacked", packed="", block_scale="_scale_inv", stacked=True,
     unused=("_activation_scale", "_input_scale"),
 )  # fmt: skip
-"""Families that keep all experts in one, [E, N, K]."""
+"""The dialect of families that keep all experts in one tensor, [E, N, K]."""
 DIALECTS: tuple[Dialect, ...] = (FP8_BLOCKS, FP8_STACKED)
 
 KEYS = Keys(

@@ -1,4 +1,4 @@
-"""GPT-OSS's own mxfp4: all experts in one tensor."""
+"""GPT-OSS's own mxfp4, with all experts in one tensor."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The layouts of GPTQ (GPTQModel, AutoGPTQ, AutoRound's auto_gptq, Qwen's) and AWQ (AutoAWQ, auto_awq).
 
-AWQ scales the inputs of a layer by what it divides its weights by, and puts that into the layer before it:
-the files hold ordinary weights.
+AWQ multiplies a layer's weights by factors, and folds their inverse into the layer before. So the files hold
+ordinary weights, without scales for inputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AWQ_KEYS = Keys(
 )  # fmt: skip
 
 _GPTQ_VERSIONS = {"gptq": 1, "gptq_v2": 0}
-"""`checkpoint_format` to what was taken from the stored zero points."""
+"""The number that was subtracted from the stored zero points, by `checkpoint_format`."""
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
@@ -76,13 +76,13 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
 
 
 def gptq(config: dict[str, Any], where: str, zero_offset: int = 1) -> WordsDialect:
-    """The dialect that a config of GPTQ's describes."""
+    """Returns the dialect that a config of GPTQ describes."""
     symmetric, in_order = bool(config.get("sym", True)), not config.get("desc_act", False)
     return _of(replace(GPTQ, zero_offset=zero_offset), config, where, symmetric, in_order)
 
 
 def awq(config: dict[str, Any], where: str) -> WordsDialect:
-    """The dialect that a config of AWQ's describes."""
+    """Returns the dialect that a config of AWQ describes."""
     return _of(AWQ, config, where, not config.get("zero_point", True), True)
 
 

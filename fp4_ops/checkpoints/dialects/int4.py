@@ -1,4 +1,4 @@
-"""The arithmetic of symmetric int4 weights, in groups along K or with one scale a row."""
+"""The arithmetic of symmetric int4 weights, with one scale for each group along K or for each row."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from ..files import DAMAGED, CheckpointError
 from .base import Codes, Dialect, Read, StoredWeight
 
 WHOLE_ROW = 1 << 62
-"""The group size of one scale a row."""
+"""The group size that means one scale for each row."""
 
 OFFSET = 0x88
-"""Packed int4 codes are stored plus 8, which in two's complement turns one bit."""
+"""Packed int4 codes are stored with 8 added. In two's complement this flips one bit."""
 
 INT4_BLOCKS = {f.block: f.name for f in FORMATS.values() if f.element == "int4"}
-"""In falling order."""
+"""Formats by their block, the largest first."""
 
 
 def of_group(size: int | None) -> dict[str, Any]:
-    """`format` and `group` of a dialect whose groups have this size; -1 or None: one scale a row."""
+    """Returns `format` and `group` of a dialect with groups of this size. -1 or None means one scale for each
+    row.
+    """
     if size is None or size < 0:
         return {"format": next(iter(INT4_BLOCKS.values())), "group": WHOLE_ROW}
-    # Groups of several blocks have the same scale in each of them.
+    # If a group has several blocks, all of them get its scale.
     format = next((name for block, name in INT4_BLOCKS.items() if size % block == 0), None)
     return {"format": format or f"int4 in groups of {size}", "group": size}
 
@@ -37,14 +39,14 @@ OUT_OF_ORDER = "int4 in groups out of order (desc_act, actorder 'group')"
 
 @dataclass(frozen=True)
 class Int4Dialect(Dialect):
-    """Codes are two's complement, stored plus 8 where they are packed."""
+    """Codes are in two's complement. Packed codes are stored with 8 added."""
 
     group: int = 0
-    """Elements along K that share a scale; the config says how many."""
+    """Elements along K that share a scale. The config says how many."""
     index: str = ".weight_g_idx"
-    """The suffix of the group of each k."""
+    """The suffix of the tensor that gives the group of each k."""
     required: tuple[str, ...] = ()
-    """Suffixes of `reads` that must exist, because the config has no meaning without them."""
+    """Suffixes of `reads` that must exist, because the weight cannot be read without them."""
 
     @property
     def block(self) -> int:
@@ -60,7 +62,9 @@ class Int4Dialect(Dialect):
         return format.scale_dtype if same or format.wide_scale_dtype is None else format.wide_scale_dtype
 
     def decode(self, stored: StoredWeight, read: Read) -> Codes:
-        """Exact: scales are repeated for each block of a group, and float16 is widened to float32."""
+        """Converts the weight exactly: repeats scales for each block of a group, and widens float16 to
+        float32.
+        """
         for suffix in self.reads:
             if (info := stored.other(suffix)) is not None:
                 raise CheckpointError(
@@ -76,7 +80,7 @@ class Int4Dialect(Dialect):
         return Codes(packed, self.block_scales(scale, stored), None)
 
     def block_scales(self, scale: Tensor, stored: StoredWeight) -> Tensor:
-        """Scales of groups [N, K/group] as those of the format's blocks."""
+        """Converts scales of groups [N, K/group] to scales of the format's blocks."""
         format, k = FORMATS[self.format], stored.shape[-1]
         each = -(-min(self.group, k) // format.block)
         scale = scale.repeat_interleave(each, -1)[..., : format.num_blocks(k)]
@@ -102,7 +106,7 @@ class Int4Dialect(Dialect):
         return codes.float() * scale[:, index]
 
     def codes(self, stored: StoredWeight, read: Read) -> Tensor:
-        """int8 [N, K]: two's complement."""
+        """Returns the codes as int8 [N, K], in two's complement."""
         codes = read(stored.packed)
         if self.codes_per_byte == 1:
             return codes
@@ -110,11 +114,11 @@ class Int4Dialect(Dialect):
         return torch.stack([codes & 15, codes >> 4], -1).view(*stored.shape).to(torch.int8) - 8
 
     def scales(self, stored: StoredWeight, read: Read) -> Tensor:
-        """[N, groups]"""
+        """Returns the scales [N, groups]."""
         return self.read_scale(stored, read)
 
     def groups(self, stored: StoredWeight, read: Read) -> Tensor:
-        """int64 [K]: the group of each k."""
+        """Returns the group of each k, int64 [K]."""
         info, k = stored.other(self.index), stored.shape[-1]
         if info is None:
             return self.in_order(stored)
@@ -128,7 +132,9 @@ class Int4Dialect(Dialect):
         return torch.arange(k, device=device) // min(self.group, k)
 
     def zeros(self, stored: StoredWeight, read: Read) -> Tensor | None:
-        """int8 [N, groups]: what is taken from `codes`; None for nothing. Packed along N, stored plus 8."""
+        """Returns the zero points, int8 [N, groups], which are subtracted from `codes`; None if there are
+        none. In the file they are packed along N, with 8 added.
+        """
         info = stored.other(".weight_zero_point")
         if info is None:
             return None

@@ -1,8 +1,8 @@
-"""Which keys of a `quantization_config` are known, and what the rest may mean.
+"""Checks the keys of a `quantization_config`: which are known, and which are refused.
 
-A key that is ignored although it changes what the weights mean gives a model that is wrong without a word. So
-each maker's keys are listed: those that are read, those that change no weight, and those that are refused for
-some of their values. A key that is in no list is refused, unless its value says nothing (null, false, empty).
+If a key changes what the weights mean and is ignored, the model is silently wrong. So each maker's keys are
+listed: keys that are read, keys that change no weight, and keys that are refused for some values. A key in no
+list is refused, unless its value is null, false or empty.
 """
 
 from __future__ import annotations
@@ -14,24 +14,28 @@ from typing import Any
 from ..files import CheckpointError
 
 BESIDE = ("expert_dtype",)
-"""Keys of the model's config that are put beside a maker's own."""
+"""Keys that are copied from the model's config into `quantization_config`."""
 
 Reason = Callable[[Any], str]
-"""A key's value to why it is refused; "" for values that are not."""
+"""Returns why a value of a key is refused, or "" if it is accepted."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The known keys of one object of a maker's config."""
+    """The known keys of one object in a maker's config."""
 
     maker: str
     read: tuple[str, ...]
     harmless: tuple[str, ...]
-    """How weights were chosen, which layers are not quantised, and what concerns activations and caches."""
+    """Keys that change no weight: how weights were chosen, which layers are not quantised, and settings of
+    activations and caches.
+    """
     refused: Mapping[str, Reason] = field(default_factory=dict)
 
     def check(self, config: Any, where: str, of: str = "") -> None:
-        """Raises CheckpointError for a key that is refused or unknown. of: whose config, of several."""
+        """Raises CheckpointError for a key that is refused or unknown. of: which of several configs this is,
+        for the message.
+        """
         for key, value in (config if isinstance(config, dict) else {}).items():
             reason = self.refused[key](value) if key in self.refused else ""
             known = key in (*self.refused, *self.read, *self.harmless, *BESIDE) or key.startswith("_")
@@ -49,21 +53,23 @@ class Keys:
                 raise error
 
 
-ROTATED = "its weights are rotated for inputs that are rotated while the model runs, which no operator does"
+ROTATED = "its weights need inputs that are rotated while the model runs, which no operator does"
 
 
 def is_set(reason: str) -> Reason:
-    """Refuses every value that says something."""
+    """Refuses every value except null, false and empty ones."""
     return lambda value: reason if value not in (None, False, 0, "", [], {}) else ""
 
 
 def other_than(*values: Any, reason: str) -> Reason:
-    """Refuses all values but these and null."""
+    """Refuses all values except these and null."""
     return lambda value: f"{value!r}, {reason}" if value is not None and value not in values else ""
 
 
 def transforms(value: Any) -> str:
-    """compressed-tensors' transform_config: what is applied to weights alone is in them already."""
+    """Checks compressed-tensors' transform_config. Transforms that are applied only to weights are accepted,
+    because the stored weights contain them.
+    """
     groups = value.get("config_groups", value) if isinstance(value, dict) else value
     if not groups:
         return ""
@@ -75,11 +81,11 @@ def transforms(value: Any) -> str:
 
 
 _ONLINE = ("r3", "r4", "online_r1_rotation", "online_config")
-"""Flags of SpinQuant's rotations that are applied while a model runs. r1 and r2 go into weights."""
+"""Flags of SpinQuant's rotations that are applied while a model runs. (r1 and r2 are folded into weights.)"""
 
 
 def rotation(value: Any) -> str:
-    """AutoRound's and Quark's description of a rotation, or several."""
+    """Checks AutoRound's and Quark's description of one or several rotations."""
     if isinstance(value, list):
         return next((reason for one in value if (reason := rotation(one))), "")
     if not value:
@@ -88,7 +94,7 @@ def rotation(value: Any) -> str:
         return ROTATED
     name = value.get("name") or value.get("algorithm")
     if name in ("rotation", "spinquant", "quarot"):
-        # Quark's older "quarot" has r3 and r4 unless it says otherwise
+        # Quark's older "quarot" uses r3 and r4 by default
         online = [flag for flag in _ONLINE if value.get(flag, name == "quarot" and flag in ("r3", "r4"))]
         return f"{ROTATED} ({online[0]})" if online else ""
     if value.get("backend") == "inplace" and value.get("allow_online_rotation") is False:
@@ -102,7 +108,7 @@ ROTATIONS: dict[str, Reason] = {
     "spinquant_config": rotation,
     "hadamard_config": rotation,
 }
-"""AutoRound's keys, in configs of its own and in those of others that it writes."""
+"""AutoRound's keys. They are in its own configs, and in configs of other tools that it writes."""
 
 TUNING = (
     "amp", "autoround_version", "batch_size", "dataset", "enable_alg_ext", "enable_minmax_tuning",
@@ -112,13 +118,13 @@ TUNING = (
     "static_attention_granularity", "static_kv_dtype", "static_kv_granularity", "supported_types",
     "to_quant_block_names", "act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym",
 )  # fmt: skip
-"""How AutoRound chose the weights, and what it did with activations."""
+"""AutoRound's keys that change no weight: how it chose the weights, and settings of activations."""
 
 _FOLDED = ("awq", "smooth", "smoothquant", "autosmoothquant", "gptq", "gptaq", "qronos", "autoround")
 
 
 def algorithms(value: Any) -> str:
-    """Quark's algo_config: rotations, and algorithms that leave ordinary weights behind."""
+    """Checks Quark's algo_config: rotations, and algorithms after which the weights are ordinary."""
     for one in value if isinstance(value, list) else [value] if value else []:
         name = one.get("name") if isinstance(one, dict) else one
         if name in ("rotation", "quarot"):
@@ -130,11 +136,13 @@ def algorithms(value: Any) -> str:
 
 
 def sparsity(value: Any) -> str:
-    """compressed-tensors' sparsity_config: dense weights, whatever zeros they have, are ordinary ones."""
+    """Checks compressed-tensors' sparsity_config. Sparse weights that are stored as dense tensors are
+    accepted.
+    """
     format = value.get("format", "dense") if isinstance(value, dict) else value
     return "" if not format or format == "dense" else f"format {format!r}: weights are stored without zeros"
 
 
 def all_of(parts: Any) -> Iterable[tuple[str, Any]]:
-    """The entries of an object of objects, and how an error calls each."""
+    """Yields the name of each entry of an object of objects, for errors, and the entry."""
     return ((f" of {name!r}", part) for name, part in parts.items()) if isinstance(parts, dict) else ()

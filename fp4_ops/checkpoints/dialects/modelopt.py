@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt."""
+"""Dialects of NVIDIA's ModelOpt."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _FORBIDDEN = (".pre_quant_scale",)
 
 @dataclass(frozen=True)
 class FusedExperts(FP4Dialect):
-    """All experts in one, transposed: packed [E, K/2, N], block_scale [E, K/block, N], one global scale.
+    """Holds all experts in one transposed tensor: packed [E, K/2, N], block_scale [E, K/block, N], one global
+    scale.
 
-    So are the families written whose experts are one parameter [E, K, N] each (Llama-4, GPT-OSS).
+    ModelOpt writes this for families with one parameter [E, K, N] for all experts (Llama-4, GPT-OSS).
     """
 
     stacked: bool = True
@@ -63,7 +64,7 @@ MODELOPT_NVFP4 = FP4Dialect(
 MODELOPT_NVFP4_FUSED = FusedExperts(
     "modelopt-nvfp4-fused", "nvfp4", "", "_weight_scale", "_weight_scale_2", unused=("_input_scale",)
 )
-# For activations in FP8, its blocks are 32 long: two of ours with one scale.
+# For FP8 activations, its blocks have 32 elements: two of our blocks with the same scale.
 MODELOPT_W4A8_NVFP4 = replace(MODELOPT_NVFP4, name="modelopt-w4a8-nvfp4", wider=32)
 MODELOPT_W4A8_NVFP4_FUSED = replace(MODELOPT_NVFP4_FUSED, name="modelopt-w4a8-nvfp4-fused", wider=32)
 MODELOPT_MXFP4 = FP4Dialect(
@@ -100,7 +101,9 @@ _ALGORITHMS: dict[str, tuple[Dialect, ...]] = {
     "FP8_BLOCK_SCALES": _FP8_BLOCKS,
     "MXFP8": _FP8,
 }
-"""`quant_algo` to the dialects of its weights. Those with AWQ scale the inputs, too: nothing here does."""
+"""The dialects of weights by `quant_algo`. Algorithms with AWQ are refused: they also scale inputs, which no
+operator does.
+"""
 
 _IN_BLOCKS = ("FP8_PB_WO", "FP8_BLOCK_SCALES")
 """Algorithms with a scale for each square of `group_size` rows and columns (128 if the config names none)."""
@@ -125,9 +128,10 @@ GROUP_KEYS = Keys(
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
-    """`quant_algo` is in the config itself, or in its "quantization" (hf_quant_config.json).
+    """Returns the dialects by `quant_algo`, which is in the config itself, or in its "quantization"
+    (hf_quant_config.json).
 
-    MIXED_PRECISION has one for each of `quantized_layers`.
+    MIXED_PRECISION has a `quant_algo` for each of `quantized_layers`.
     """
     inner = config.get("quantization") or {}
     algorithm = config.get("quant_algo") or (inner.get("quant_algo") if isinstance(inner, dict) else None)
@@ -155,7 +159,7 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
         name = str(name).upper() if name else name  # 0.47 writes "mxfp4"
         if name not in _ALGORITHMS:
             if name in (None, "NONE") and layer:
-                continue  # a layer that is as it was
+                continue  # a layer that is not quantised
             of = f" for {layer}" if layer else ""
             raise CheckpointError(
                 f"fp4: {where} has ModelOpt's quant_algo {name!r}{of}; those that can be read are: "

@@ -1,4 +1,4 @@
-"""AMD's Quark: mxfp4 under ordinary names, the scales beside them."""
+"""AMD's Quark: mxfp4 weights under ordinary names, with their scales beside them."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
         parts |= config.get(key) or {}
     for name, part in parts.items():
         weight = (part or {}).get("weight")
-        if isinstance(weight, list):  # several steps, of which the last one is stored
+        if isinstance(weight, list):  # several steps of quantisation; the result of the last one is stored
             weight = weight[-1] if len(weight) == 1 else {"dtype": "several dtypes"}
         if weight is None and name != "global_quant_config":
-            continue  # a layer that is as it was
+            continue  # a layer that is not quantised
         kind, size = (weight or {}).get("dtype"), (weight or {}).get("group_size")
         scale = str((weight or {}).get("scale_format", "e8m0"))
         if (kind, size, scale) != ("fp4", 32, "e8m0"):

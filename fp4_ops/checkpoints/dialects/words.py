@@ -1,4 +1,4 @@
-"""int4 weights of GPTQ and AWQ: words of eight codes along K or N, with zero points and groups."""
+"""int4 weights of GPTQ and AWQ, in words of eight codes along K or N, with zero points and groups."""
 
 from __future__ import annotations
 
@@ -12,37 +12,39 @@ from .base import Codes, Read, StoredWeight
 from .int4 import OFFSET, Int4Dialect
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The column of each of a word's eight codes, from the lowest bits on."""
+"""The column of each of a word's eight codes, beginning with the lowest bits."""
 
 MIDDLE = 8
 """The zero point of symmetric weights."""
 
 
 def codes_of(words: Tensor) -> Tensor:
-    """uint8 [..., 8]: the codes of int32 words, from the lowest bits on."""
+    """Returns the codes of int32 words, uint8 [..., 8], beginning with the lowest bits."""
     parts = words.contiguous().view(torch.uint8).unflatten(-1, (*words.shape[-1:], 4))
     return torch.stack([parts & 15, parts >> 4], -1).flatten(-2)
 
 
 @dataclass(frozen=True)
 class WordsDialect(Int4Dialect):
-    """scales [K/group, N] and zero points [K/group, N/8]; value = (code - zero point) * scale.
+    """Weights with scales [K/group, N] and zero points [K/group, N/8]: value = (code - zero point) * scale.
 
-    Symmetric weights, whose zero points are all 8, stay what they are. Others can be quantised anew.
+    Symmetric weights, whose zero points are all 8, are converted exactly. Others can be requantised.
     """
 
     code_dtypes: tuple[torch.dtype, ...] = (torch.int32,)
     reads: tuple[str, ...] = (".qzeros", ".g_idx")
     index: str = ".g_idx"
     zero_offset: int = 0
-    """Number that is added to the stored zero points. GPTQ's first version stores them less one."""
+    """Number that is added to the stored zero points. GPTQ's first version subtracts one before it stores
+    them.
+    """
 
     def scale_shape(self, packed: TensorInfo) -> tuple[int, ...]:
         n, k = self.shape(packed)
         return -(-k // min(self.group, k)), n
 
     def words(self, stored: StoredWeight, read: Read) -> Tensor:
-        """int32 [N, K/8]: words of eight codes along K, the lowest k in the lowest bits."""
+        """Returns int32 [N, K/8]: words of eight codes along K, with the lowest k in the lowest bits."""
         raise NotImplementedError
 
     def zeros(self, stored: StoredWeight, read: Read) -> Tensor | None:
@@ -53,7 +55,7 @@ class WordsDialect(Int4Dialect):
         return ((zeros + self.zero_offset) & 15).to(torch.int8).T - MIDDLE
 
     def columns(self, codes: Tensor) -> Tensor:
-        """[R, N/8, 8] codes of words along N as [R, N]."""
+        """Converts [R, N/8, 8], the codes of words along N, to [R, N]."""
         return codes.flatten(-2)
 
     def decode(self, stored: StoredWeight, read: Read) -> Codes:
@@ -87,7 +89,7 @@ REQUANTIZE = (
 
 @dataclass(frozen=True)
 class GPTQDialect(WordsDialect):
-    """Codes [K/8, N]."""
+    """Codes are int32 [K/8, N]."""
 
     def shape(self, packed: TensorInfo) -> tuple[int, ...]:
         k, n = super().shape(packed)[0], packed.shape[1]
@@ -99,7 +101,7 @@ class GPTQDialect(WordsDialect):
 
 @dataclass(frozen=True)
 class AWQDialect(WordsDialect):
-    """Codes [K, N/8], columns in AWQ_ORDER."""
+    """Codes are int32 [K, N/8], with columns in AWQ_ORDER."""
 
     def shape(self, packed: TensorInfo) -> tuple[int, ...]:
         k, n = super().shape(packed)[0], packed.shape[1]

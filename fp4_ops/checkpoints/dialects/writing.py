@@ -1,4 +1,4 @@
-"""The dialects that are written: compressed-tensors', and GPT-OSS's own for GPT-OSS in mxfp4."""
+"""Writes weights: in compressed-tensors' dialects, or for GPT-OSS in mxfp4 in GPT-OSS's own."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def writing_dialect(
     It is compressed-tensors', or GPT-OSS's own where its blocks divide every K. GPT-OSS's holds experts
     alone, so a folder with other weights in 4 bits (`experts_alone=False`) does not have it.
 
-    Raises ValueError for int4 with a K that `pack-quantized` cannot hold: readers divide a row into groups of
-    one size.
+    Raises ValueError for int4 with a K that `pack-quantized` cannot hold, because readers divide a row into
+    groups of one size.
     """
     k, block = list(k), FORMATS[format].block
     if FORMATS[format].element == "int4":
@@ -89,7 +89,9 @@ def _group(dialect: Dialect, targets: list[str]) -> dict[str, Any]:
 
 
 def _reciprocal(factor: Tensor) -> Tensor:
-    """The float32 whose reciprocal is `factor`; where there is none, one whose reciprocal is next to it."""
+    """Returns a float32 whose reciprocal is `factor`. If there is none, returns one whose reciprocal is
+    nearest to it.
+    """
     near = 1.0 / factor
     if 1.0 / near != factor:
         for candidate in (near.nextafter(torch.zeros_like(near)), near.nextafter(2 * near)):
@@ -99,7 +101,7 @@ def _reciprocal(factor: Tensor) -> Tensor:
 
 
 def encode(name: str, codes: Codes, dialect: Dialect) -> dict[str, Tensor]:
-    """The tensors that hold a weight in a dialect that is written: `Dialect.decode` backwards."""
+    """Returns the tensors that store a weight in this dialect. This is the inverse of `Dialect.decode`."""
     packed, block_scale = codes.packed, codes.block_scale
     if isinstance(dialect, Int4Dialect):
         shape = torch.tensor([packed.shape[0], 2 * packed.shape[1]])
@@ -110,7 +112,7 @@ def encode(name: str, codes: Codes, dialect: Dialect) -> dict[str, Tensor]:
             name + dialect.unused[0]: shape,
         }
     if block_scale.dtype == torch.float8_e8m0fnu:
-        block_scale = block_scale.view(torch.uint8)  # as all of its writers do
+        block_scale = block_scale.view(torch.uint8)  # all other writers of this dialect do so
     if dialect.stacked:
         packed = packed.view(*block_scale.shape, -1)
     tensors = {name + dialect.packed: packed, name + dialect.block_scale: block_scale}

@@ -1,7 +1,7 @@
-"""GGUF files, as llama.cpp writes them: experts read packed, everything else dequantised.
+"""Reads GGUF files, as llama.cpp writes them. Experts stay packed, everything else is dequantised.
 
-`reader` knows the file, `types` the arithmetic of ggml's types, `architectures` the names and the config, and
-`weights` joins them to what the rest of `checkpoints` reads.
+`reader` parses the file. `types` has the arithmetic of ggml's types, `architectures` the names and the
+config. `weights` turns these into the stored weights that the rest of `checkpoints` reads.
 """
 
 from .architectures import OTHER_CONFIG

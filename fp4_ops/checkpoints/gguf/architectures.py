@@ -58,7 +58,7 @@ _COMMON = {
     "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
-"""Metadata and the key of the config that has the same value."""
+"""The key of the config that has the same value, by the key of the metadata."""
 _GROUPS = {
     "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": "n_shared_experts",
     "expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor",
@@ -68,22 +68,25 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """How one architecture names its tensors, and its config."""
+    """The names of an architecture's tensors, and its config."""
 
     model_type: str
     config: dict[str, str]
-    """Metadata and keys of the config, beside those that all have."""
+    """Keys of the config by keys of the metadata, in addition to those that all architectures have.
+    """
     experts_key: str
     """The config's key for the number of experts."""
     names: dict[str, str] = field(default_factory=dict)
-    """ggml's name of a layer's module to transformers', beside those that all have."""
+    """transformers' name of a layer's module by ggml's name, in addition to the names that all architectures
+    have.
+    """
     whole_names: dict[str, str] = field(default_factory=dict)
-    """The same for tensors whose whole name differs, including the suffix."""
+    """The same for tensors whose suffix differs, too."""
     experts: dict[str, str] = field(default_factory=lambda: _EXPERTS)
     permuted: bool = False
-    """Rows of q and k lie in the order of llama.cpp's own rope."""
+    """True if rows of q and k have the order of llama.cpp's own rope."""
     more: Callable[[GGUF], Values] = lambda _: {}
-    """Further keys of the config."""
+    """Returns further keys of the config and their values."""
 
     @property
     def layer_names(self) -> dict[str, str]:
@@ -184,7 +187,9 @@ ARCHITECTURES = {
 
 
 def architecture_of(file: GGUF) -> Architecture:
-    """The file's architecture. Raises CheckpointError for unknown ones, and for a model without experts."""
+    """Returns the file's architecture. Raises CheckpointError for an unknown one, and for a model without
+    experts.
+    """
     name = file.architecture
     if name not in ARCHITECTURES:
         raise CheckpointError(
@@ -200,12 +205,12 @@ def architecture_of(file: GGUF) -> Architecture:
 
 
 def layers_of(file: GGUF) -> int:
-    """The number of decoder layers; layers that predict further tokens come after them."""
+    """Returns the number of decoder layers. Layers that predict further tokens come after them."""
     return int(_needed(file, "block_count")) - int(file.get("nextn_predict_layers", 0))
 
 
 def config_of(file: GGUF) -> PretrainedConfig:
-    """transformers' config of a file, from its metadata and the shapes of its tensors."""
+    """Returns transformers' config of a file, from its metadata and the shapes of its tensors."""
     form = architecture_of(file)
     found: Values = {"model_type": form.model_type, "num_hidden_layers": layers_of(file)}
     for key, name in {**_COMMON, **form.config}.items():

@@ -1,5 +1,6 @@
-"""Reads the header of a GGUF file, or of all files of a split one: its metadata, and the place of each
-tensor."""
+"""Reads the header of a GGUF file, or of all files of a split one: the metadata, and the place of each
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _SPLIT = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct's letters for the types of metadata that have one size."""
+"""struct's letters for the types of metadata that have a fixed size."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMENSIONS = 4
 
 
 def shape_of(info: TensorInfo) -> tuple[int, ...]:
-    """The shape of a tensor's values."""
+    """Returns the shape of a tensor's values."""
     if not info.foreign:
         return info.shape
     kind = BY_NAME[info.foreign]
@@ -42,8 +43,9 @@ class GGUF:
     metadata: dict[str, Any]
     """The metadata of the first file. A list of strings is replaced by its length."""
     tensors: dict[str, TensorInfo]
-    """Tensors by ggml's names, the slowest dimension first. A quantised one has the shape of its bytes,
-    and ggml's name of its type as `foreign`."""
+    """Tensors by ggml's names, with the slowest dimension first. A quantised tensor has the shape of its
+    bytes; `foreign` is ggml's name of its type.
+    """
 
     @classmethod
     def open(cls, path: Path) -> GGUF:
@@ -75,7 +77,9 @@ class GGUF:
         return name
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A number of the architecture's own metadata. A list with one value for all layers is that value."""
+        """Returns a value of the architecture's own metadata. A list whose values are equal for all layers
+        gives this value.
+        """
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if isinstance(value, list) and value and len(set(value)) == 1:
             return value[0]
@@ -83,7 +87,8 @@ class GGUF:
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file that `path` names: itself, or the only one of a folder without safetensors files.
+    """Returns the GGUF file that `path` names: the file itself, or the only one in a folder without
+    safetensors files.
 
     Raises CheckpointError for a folder with several models.
     """

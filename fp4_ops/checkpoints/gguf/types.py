@@ -38,12 +38,16 @@ def values(kind: GGMLType, data: Tensor) -> Tensor:
 
 
 def halves(codes: Tensor) -> Tensor:
-    """4-bit codes of blocks: a block's first half is in ggml's low nibbles, its second in the high ones."""
+    """Unpacks 4-bit codes of blocks. ggml stores a block's first half in the low nibbles, and its second half
+    in the high ones.
+    """
     return torch.cat([codes & 15, codes >> 4], -1)
 
 
 def neighbours(codes: Tensor) -> Tensor:
-    """The same codes with two neighbours in a byte, the first in the low nibble, as fp4_ops has them."""
+    """Repacks such codes in the order of fp4_ops: a byte holds two neighbours, the first in the low
+    nibble.
+    """
     first, second = (codes & 15).unflatten(-1, (-1, 2)), (codes >> 4).unflatten(-1, (-1, 2))
     return torch.cat([x[..., 0] | x[..., 1] << 4 for x in (first, second)], -1)
 
@@ -121,7 +125,7 @@ def _k_values(x: Tensor, q: Tensor) -> Tensor:
 
 
 def _pairs(codes: Tensor, width: int) -> Tensor:
-    """Nibbles [n, bytes]: of each `width` bytes the low ones first, then the high ones."""
+    """Unpacks nibbles [n, bytes]: for each `width` bytes, first the low nibbles, then the high ones."""
     return torch.cat([halves(part) for part in codes.split(width, 1)], 1)
 
 

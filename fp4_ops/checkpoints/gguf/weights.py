@@ -1,4 +1,4 @@
-"""The weights of a GGUF file: experts as stored weights, read packed; the rest as ordinary tensors."""
+"""Reads the weights of a GGUF file: experts as packed stored weights, the rest as ordinary tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .reader import GGUF, shape_of
 from .types import BY_NAME, TYPES, neighbours, unsigned_e4m3, values
 
 OURS = {"MXFP4": "mxfp4", "NVFP4": "nvfp4", "Q4_0": "int4_g32"}
-"""ggml's types that are formats of the operators, bit for bit but for the order of the nibbles."""
+"""Formats of the operators, by ggml's types. Their bits are equal, except for the order of the nibbles."""
 
 _LAYER = re.compile(r"^blk\.(\d+)\.(.*)$")
 _STACK = re.compile(r"^ffn_(gate|up|down|gate_up)_exps\.(weight|bias|scale)$")
 _SINGLE = re.compile(r"^ffn_(gate|up|down)\.(\d+)\.(weight)$")
-"""One expert's matrix, in files from before llama.cpp stacked them."""
+"""Pattern of the name of one expert's matrix, in files from before llama.cpp stacked experts."""
 _CHUNK = 1 << 22
 """Elements that are dequantised at a time."""
 
@@ -35,13 +35,13 @@ _NAMES = {kind.dtype: kind.name for kind in TYPES.values() if kind.dtype is not 
 
 
 def type_of(info: TensorInfo) -> str:
-    """ggml's name of a tensor's type."""
+    """Returns ggml's name of a tensor's type."""
     return info.foreign or _NAMES[info.dtype]
 
 
 @dataclass(frozen=True)
 class GGUFDialect(FP4Dialect):
-    """Blocks of ggml, each with its scale in front of its codes."""
+    """ggml's blocks. The scale of a block precedes its codes."""
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -84,9 +84,9 @@ class GGUFDialect(FP4Dialect):
 
 
 def experts_of(file: GGUF, requantize: str | None) -> tuple[dict[str, StoredWeight], list[TensorInfo]]:
-    """The matrices of all experts, one each, and their biases, by transformers' names.
+    """Returns the matrices of all experts, each by transformers' name, and the experts' biases.
 
-    Raises CheckpointError for types that no operator computes with, unless they are to be quantised anew.
+    Raises CheckpointError for types that no operator computes with, unless `requantize` is given.
     """
     form, layers = architecture_of(file), layers_of(file)
     weights: dict[str, StoredWeight] = {}
@@ -117,7 +117,7 @@ def _in_layer(info: TensorInfo) -> tuple[int | None, str]:
 
 
 def _parts(info: TensorInfo, matrix: str) -> Iterable[tuple[int, str, TensorInfo]]:
-    """(expert, matrix, its tensor) of a stack."""
+    """Yields (expert, matrix, its tensor) for each expert of a stack."""
     for expert in range(info.shape[0]):
         row = info.row(expert)
         if matrix == "gate_up" and len(info.shape) > 1:
@@ -128,7 +128,7 @@ def _parts(info: TensorInfo, matrix: str) -> Iterable[tuple[int, str, TensorInfo
 
 
 def _second(file: GGUF, info: TensorInfo, expert: int) -> TensorInfo | None:
-    """The second scale of an expert in NVFP4."""
+    """Returns the second scale of an expert in NVFP4, or None."""
     scale = file.tensors.get(info.name.removesuffix(".weight") + ".scale")
     if scale is None:
         return None
@@ -172,7 +172,7 @@ def _check_known(info: TensorInfo) -> None:
 
 
 def dense_of(file: GGUF, config: PretrainedConfig, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors but the experts', by transformers' names.
+    """Returns all tensors except the experts', by transformers' names.
 
     Quantised tensors become `dtype`; the others keep theirs. Raises CheckpointError for a tensor whose
     name is not known.
@@ -231,7 +231,9 @@ def _dense(info: TensorInfo, reader: Reader, dtype: torch.dtype) -> Tensor:
 
 
 def _straightened(tensor: Tensor, info: TensorInfo, config: PretrainedConfig, module: str) -> Tensor:
-    """Rows of q or k in transformers' order. llama.cpp puts what rotates together side by side."""
+    """Puts rows of q or k into transformers' order. llama.cpp stores the two rows of a rotation side by
+    side.
+    """
     heads: Any = config.num_attention_heads if module == "attn_q" else config.num_key_value_heads
     if tensor.shape[0] % (2 * heads):
         raise CheckpointError(
@@ -241,7 +243,7 @@ def _straightened(tensor: Tensor, info: TensorInfo, config: PretrainedConfig, mo
 
 
 def _joined(prefix: str, parts: dict[str, Tensor]) -> Tensor:
-    """DeepSeek's kv_b_proj: llama.cpp stores k [heads, rank, K] and v [heads, V, rank] apart."""
+    """Joins DeepSeek's kv_b_proj. llama.cpp stores k [heads, rank, K] and v [heads, V, rank] separately."""
     if len(parts) != 2:
         raise CheckpointError(
             f"fp4: {prefix} has {next(iter(parts))} alone, of attn_k_b and attn_v_b. {DAMAGED}"
