@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ class ArrivingExperts:
     """Packs each expert weight of a model on the meta device as soon as its values arrive.
 
     `parameters` lists the weights that it packs. Experts that are modules, that processes share, or that
-    several modules share are not among them: `pack_experts` packs these once all have arrived.
+    transformers ties by their names are not among them: `pack_experts` packs these once all have arrived.
+
+    shared: parameters that transformers ties. same: names of experts modules to the first one with the same
+    weights. These are packed once, when the first of their names arrives.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class ArrivingExperts:
         activation: str,
         trainable_inputs: bool,
         shared: set[str],
+        same: Mapping[str, str],
         batch_invariant: bool = False,
     ) -> None:
         self.format, self.activation, self.trainable_inputs = format, activation, trainable_inputs
@@ -47,6 +52,8 @@ class ArrivingExperts:
         self.plans: dict[str, Plan] = {}
         self.parameters: dict[str, tuple[str, str]] = {}
         """For each parameter name: the experts module, and "gate_up" or "down"."""
+        self._others: dict[str, list[str]] = {}
+        """For each experts module: the others in `same` that have its weights."""
         self._quantizer: Quantizer | None = None
         self._dtype = torch.bfloat16
         if any(find_lists(model)):
@@ -64,18 +71,32 @@ class ArrivingExperts:
             places = {f"{name}.{attribute}": (name, matrix) for matrix, attribute in p.form.weights}
             if shared.isdisjoint(places):
                 self.parameters |= places
+        for name, first in same.items():
+            if first not in self.plans:
+                continue
+            weights = self.plans[first].form.weights
+            if all(f"{first}.{attribute}" in self.parameters for _, attribute in weights):
+                self._others.setdefault(first, []).append(name)
+                self.parameters |= {f"{name}.{attribute}": (first, matrix) for matrix, attribute in weights}
 
     def takes(self, name: str) -> bool:
         """Returns whether a parameter is packed when it arrives."""
         if name not in self.parameters:
             return False
-        owner, _, attribute = name.rpartition(".")
-        return not split_over_processes(self.found[owner if owner else ""]._parameters.get(attribute))
+        module, attribute = self.found[self.parameters[name][0]], name.rpartition(".")[2]
+        return not split_over_processes(module._parameters.get(attribute))
+
+    def names_of(self, parameter: str) -> list[str]:
+        """Returns all names of a weight that several modules share; of others their own name."""
+        first, attribute = self.parameters[parameter][0], parameter.rpartition(".")[2]
+        return [f"{name}.{attribute}" for name in (first, *self._others.get(first, ()))]
 
     def pack(self, parameter: str, weight: Tensor) -> None:
         """Puts a PackedWeight in place of a parameter whose values are `weight`."""
         name, matrix = self.parameters[parameter]
         module, p, attribute = self.found[name], self.plans[name], parameter.rpartition(".")[2]
+        if isinstance(getattr(module, attribute), PackedWeight):
+            return  # it has arrived by another of its names
         if weight.shape != module._parameters[attribute].shape:
             raise ValueError(
                 f"fp4: the weights for {parameter} make a tensor {list(weight.shape)}; the model's is "
@@ -89,9 +110,13 @@ class ArrivingExperts:
             weight, name, matrix, transposed=p.transposed,
             interleaved=split and LAYOUTS[quantizer.layout].interleaved,
         )  # fmt: skip
-        del module._parameters[attribute]
-        module.add_module(attribute, packed)
-        for done in (module, packed):
+        owners = {
+            id(m): m for n in (name, *self._others.get(name, ())) if (m := self.found.get(n)) is not None
+        }
+        for owner in owners.values():
+            del owner._parameters[attribute]
+            owner.add_module(attribute, packed)
+        for done in (*owners.values(), packed):
             done._is_hf_initialized = True  # transformers must not initialise it at random
         if weight.device.type == "cpu":
             return_freed_memory()

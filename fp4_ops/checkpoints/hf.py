@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
@@ -51,22 +51,11 @@ from .placement import Placement, place
 from .ranks import announce, divide, kinds_of
 from .save import state_dict_for_saving
 from .shards import any_index, read_any_index
+from .shared import shared_experts
 from .source import four_bit_weights
 
 METHOD = "fp4"
 """Our quant_method among transformers' quantizers."""
-
-
-class _Method(str):
-    """Our quant_method. It compares as equal to "gguf", because our quantizer reads GGUF files, and
-    transformers refuses them if a quantizer's method is `!= "gguf"`.
-    """
-
-    __slots__ = ()
-    __hash__ = str.__hash__
-
-    def __ne__(self, other: object) -> bool:
-        return str.__ne__(self, other) and other != "gguf"
 
 
 class FP4Config(QuantizationConfigMixin):
@@ -100,7 +89,7 @@ class FP4Config(QuantizationConfigMixin):
         batch_invariant: bool = False,
         **_: Any,
     ) -> None:
-        self.quant_method: Any = _Method(METHOD)
+        self.quant_method: Any = METHOD
         register_quantizer()
         # In a folder in 4 bits, each weight keeps its own format.
         check_activation_choice(activation, None if stored else format)
@@ -171,7 +160,7 @@ class FP4HfQuantizer(HfQuantizer):
             how = self.quantization_config
             arriving = ArrivingExperts(
                 model, how.format, how.activation, how.trainable_inputs, shared_names(model),
-                how.batch_invariant,
+                shared_experts(model), how.batch_invariant,
             )  # fmt: skip
             self._pack = PackOnLoad(arriving)
             return
@@ -417,11 +406,27 @@ def _merge() -> Any:
     return classmethod(made)
 
 
+def _with_gguf() -> Any:
+    """Wraps `get_hf_quantizer`, so that it takes a GGUF file with our quantizer, not only with its own."""
+    original: Any = modeling_utils.get_hf_quantizer
+
+    @functools.wraps(original)
+    def get_hf_quantizer(config: Any, quantization_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(quantization_config, FP4Config) and "gguf_file" in kwargs:
+            kwargs["gguf_file"] = None
+        return original(config, quantization_config, *args, **kwargs)
+
+    get_hf_quantizer._fp4_original = original  # type: ignore[attr-defined]
+    return get_hf_quantizer
+
+
 def register_quantizer() -> None:
     """Registers quant_method and ep_implementation "fp4" in transformers. Nothing else changes."""
     expert_parallel.register()
     if not hasattr(auto.AutoHfQuantizer.merge_quantization_configs, "_fp4_original"):
         auto.AutoHfQuantizer.merge_quantization_configs = _merge()  # type: ignore[method-assign]
+    if not hasattr(modeling_utils.get_hf_quantizer, "_fp4_original"):
+        modeling_utils.get_hf_quantizer = _with_gguf()
     auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = FP4Config
     auto.AUTO_QUANTIZER_MAPPING[METHOD] = FP4HfQuantizer
 

@@ -30,7 +30,7 @@ class PackOnLoad(ConversionOps):
             weight: Tensor = value[0] if isinstance(value, list) else value
             missing = kwargs.get("missing_keys")
             if missing is not None:
-                missing.discard(name)
+                missing.difference_update(self.arriving.names_of(name))
             try:
                 if self.error is None:
                     self.arriving.pack(name, weight)

@@ -9,8 +9,11 @@ import pytest
 import torch
 from families import tiny
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import fp4_ops
+from fp4_ops.checkpoints.convert import quantize_checkpoint
+from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts import PackedWeight
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +89,49 @@ def test_one_copy_is_saved_and_loaded(cls: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0)
     loaded.save_pretrained(tmp_path / "again")
     assert stored_experts(tmp_path / "again") == {"model.layers.0", "model.layers.1"}
+
+
+def write_bf16(model: Any, path: Path, each: bool) -> None:
+    """A folder in 16 bits with its experts one by one: those of layer 2, too, or not."""
+    model.config.save_pretrained(path)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in model.state_dict().items():
+        owner, _, attribute = name.rpartition(".")
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if not owner.endswith(".mlp.experts"):
+            tensors[name] = value.clone()
+        elif each or "layers.2" not in owner:
+            halves = ("gate_proj", "up_proj") if attribute == "gate_up_proj" else (attribute,)
+            for expert, matrix in enumerate(value):
+                parts = zip(halves, matrix.chunk(len(halves)))
+                tensors |= {f"{owner}.{expert}.{half}.weight": part.clone() for half, part in parts}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("how", ["FP4Config", "quantize"])
+@pytest.mark.parametrize("cls", [OneModule, SameParameters, Tied])
+def test_a_folder_in_16_bits_becomes_one_copy(cls: Any, how: str, each: bool, tmp_path: Path) -> None:
+    model = made(cls)
+    (tmp_path / "bf16").mkdir()
+    write_bf16(model, tmp_path / "bf16", each)
+    if how == "quantize":
+        quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", "mxfp4", progress=False)
+    folder = tmp_path / ("out" if how == "quantize" else "bf16")
+    like = FP4Config("mxfp4", activation="bf16")
+    loaded, info = cls.from_pretrained(folder, quantization_config=like, output_loading_info=True)
+    assert not any(info.values()), info
+    fp4_ops.prepare(model, "mxfp4", activation="bf16")
+    for one in (loaded, cls.from_pretrained(save(loaded, tmp_path / "again"), quantization_config=like)):
+        assert copies(one) == 4
+        torch.testing.assert_close(logits(one), logits(model), rtol=0, atol=0)
+    assert stored_experts(tmp_path / "again") == {"model.layers.0", "model.layers.1"}
+
+
+def save(model: Any, path: Path) -> Path:
+    model.save_pretrained(path)
+    return path
 
 
 @pytest.mark.parametrize("how", ["one module", "same parameters"])
