@@ -30,11 +30,11 @@ from .neighbours.sums import write_sums
 from .neighbours.topk import write_topk
 from .options import Options
 from .pass_log import Pass, PassLog
+from .recognise.branches import need_wide
 from .recognise.evidence import Evidence, router, side_by_side, unrouted
 from .recognise.mixture import Mixture
 from .recognise.products import Product, find_products, read_batched
 from .recognise.search import Search
-from .recognise.sizes import need_wide
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
 from .report import Site, each_told_once, left_alone

@@ -17,10 +17,10 @@ from ..graph.walks import reached
 from ..index.reader import Reader
 from ..index.terms import Ref
 from ..options import Options
+from ..recognise.branches import need_wide
 from ..recognise.evidence import Evidence, router, unrouted
 from ..recognise.mixture import Matcher
 from ..recognise.products import Batched, read_batched
-from ..recognise.sizes import need_wide
 from ..refusal import Kind, Refusal, Refused, need
 from ..report import Load, Site, hint
 from ..weights.facts import written_to

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -37,8 +38,7 @@ from ..index.terms import (
 )
 from ..refusal import Kind, need, refuse
 from .activations import Act, read_activation
-from .branches import Branch, Branches, EvenBranches, Linear, Matrix, Mixture, branches_by_id
-from .compared import in_common
+from .branches import Branch, Branches, EvenBranches, Linear, Matrix, Mixture, branches_by_id, in_common
 from .factors import (
     J,
     K,
@@ -59,7 +59,6 @@ from .factors import (
     split_after,
     without_other_masks,
 )
-from .kept_rows import kept_row
 from .pieces import Pieces
 from .unread_steps import kind_of
 
@@ -151,7 +150,7 @@ class Matcher(Pieces):
         if kept:
             need(len(kept) == 1, Kind.SEVERAL_TENSORS, root)
             kept_by = [(b.expert, b.ids, b.choice, b.chosen) for b in branches]
-            mixture.kept = kept_row(kept[0], kept_by, mixture, has_experts)
+            mixture.kept = _kept_row(kept[0], kept_by, mixture, has_experts)
         return mixture
 
     def _branches(
@@ -443,3 +442,35 @@ def _other_slice(b: Branch) -> int | None:
     if b.place is None or b.place in free_axes(b.x):
         return None
     return next((i for i in range(b.place.size) if along(b.x, i, b.place) is not b.x), None)
+
+
+# --- rows that no output overwrites ---
+
+
+def _kept_row(
+    row: tuple[Term, ...], written: list[tuple[Any, ...]], m: Mixture, has_experts: Callable[[fx.Node], bool]
+) -> tuple[Term, ...]:
+    """Return the factors and the row that is kept where no expert overwrites it."""
+    none = [f for f in row if isinstance(f, NoneOf)]
+    factors = tuple(demote(f) for f in row if not isinstance(f, NoneOf))
+    own = len(none) == 1 and m.k == 1 and m.common.place is None and not m.wraps
+    others = own and sorted(map(repr, map(_written_by, none[0].masks))) == sorted(map(repr, written))
+    need(others, Kind.OTHER_KEPT, m.root)
+    for f in factors:
+        known = free_axes(f) <= {*m.tokens, m.hidden}
+        read = [t.node for t in walk(f) if isinstance(t, Ref)]
+        need(known and not any(map(has_experts, read)), Kind.KEPT_APART, m.root, f)
+    return factors
+
+
+def _written_by(mask: Term) -> tuple[Any, ...]:
+    """Return (expert, ids, choice, further conditions) of the rows that a mask selects, as in a Branch."""
+    factors = flatten(mask, Mul)
+    ids, expert = next((f.args for f in factors if is_eq(f)), (None, None))  # type: ignore[attr-defined]
+    if not (isinstance(ids, Ref) and isinstance(expert, Const)):
+        return ()
+    e, choice = int(expert.value), fixed_choice(ids)
+    at = ids if choice is None else Ref(ids.node, (*ids.index[:-1], J))
+    further = [f for f in factors if not (is_eq(f) or is_implied(f, ids, e))]
+    chosen = sorted((in_general(f, e, choice) for f in further), key=repr)
+    return e, at, choice, tuple(chosen)

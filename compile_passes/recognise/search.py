@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..graph.given_numbers import lists_given
+from ...meta.torch_internals import TracingContext
 from ..graph.nodes import (
     BY_SIZE,
     FLOATING,
@@ -77,7 +78,7 @@ class Search:
         self._written = written
         self.graph, self.reader, self.matcher = graph, reader, Matcher(reader)
         self._nodes = list(graph.nodes)
-        self._given = lists_given()
+        self._given = _lists_given()
         self._downs: list[fx.Node] = []
         self._earlier: list[int] = []
         """For each down product, the down products that it is computed from, as bits."""
@@ -492,3 +493,23 @@ _OPAQUE = (Kind.OPAQUE, Kind.OPAQUE_WITH_EXPERTS)
 """Reasons that an earlier node may explain better."""
 _VAGUE = (*_OPAQUE, Kind.OPAQUE_OUTPUT, Kind.OPAQUE_ROWS, Kind.READ_AS_NONE, Kind.READ_COMPUTED)
 """Reasons that say what could not be read, not why."""
+
+
+def _lists_given() -> dict[str, int]:
+    """Return the lists of numbers that the compiled function was given, and how many numbers of each it read.
+
+    If `counts.tolist()` breaks the graph, the rest of the function is compiled for the numbers of this call.
+    Slices that have equal lengths by chance, or experts 0 to n of a list of hits, would then look like a
+    block, but not in the next call: the use of 4 bits would depend on the data.
+    """
+    context: Any = TracingContext.try_get()
+    if context is None:
+        return {}
+    found: Counter[str] = Counter()
+    for guard in context.guards_context.dynamo_guards:
+        source = guard.originating_source
+        base: Any = getattr(source, "base", None)
+        constant = guard.create_fn_name() in ("CONSTANT_MATCH", "EQUALS_MATCH")
+        if constant and type(source).__name__ == "GetItemSource" and type(base).__name__ == "LocalSource":
+            found[base.local_name] += 1
+    return {name: n for name, n in found.items() if n > 1}
