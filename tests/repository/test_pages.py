@@ -215,3 +215,16 @@ def test_lines_of_pages_are_at_most_132_columns_wide():
             if len(line) > 132 and not line.startswith("|"):
                 wrong.append(f"{page.name}:{number}: {len(line)} columns")
     assert wrong == []
+
+
+def test_the_way_through_the_compiler_names_functions_that_exist():
+    """The table that leads a reader through compile_passes: `function` in `file`, function by function."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page.partition("| step | functions |")[2].partition("\n\n")[0]
+    named = re.findall(r"((?:`[\w.]+`(?:, | and )?)+) in `([\w/]+\.py)`", table)
+    assert len(named) > 10
+    for names, file in named:
+        code = (ROOT / "compile_passes" / file).read_text()
+        for name in re.findall(r"[\w.]+", names.replace(" and ", " ")):
+            parts = name.split(".")
+            assert all(re.search(rf"(def|class) {p}\b|^{p}\b.*=", code, re.MULTILINE) for p in parts), name
