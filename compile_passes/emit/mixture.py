@@ -34,6 +34,7 @@ from ..index.terms import (
     Term,
     described,
     free_axes,
+    parts_of,
 )
 from ..recognise.activations import GATE, UP, same_function
 from ..recognise.branches import Branch, Matrix, Mixture
@@ -427,7 +428,7 @@ class Emitter:
         labels: list[Axis | Const] = []
         sizes: list[Size] = []
         for d, i in enumerate(ref.index):
-            for part in i.parts if isinstance(i, Mix) else (i,):
+            for part in parts_of(i):
                 if not (isinstance(part, Axis) or (isinstance(part, Const) and part is i)):
                     refuse(Kind.INDEXED_ODDLY, self.m.root, ref)
                 labels.append(part)
@@ -470,7 +471,7 @@ class Emitter:
         parts: list[Term] = []
         sizes: list[Size] = []
         for i, size in zip(ref.index, shape(ref.node)):
-            parts += i.parts if isinstance(i, Mix) else (i,)
+            parts += parts_of(i)
             sizes += i.sizes if isinstance(i, Mix) else (size,)
         if len(parts) != len(ref.index):
             node = self._reshape(node, self._lengths(sizes))

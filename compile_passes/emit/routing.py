@@ -11,7 +11,7 @@ from ..graph.ids import nonnegative
 from ..graph.nodes import FLOATING, aten, shape, static_int, value
 from ..index.axes import same
 from ..index.routing import Support, distinct, support
-from ..index.terms import Const, Mix, Ref, Term, free_axes
+from ..index.terms import Const, Ref, Term, free_axes, parts_of
 from ..recognise.factors import E, J
 from ..refusal import Kind, need
 
@@ -137,12 +137,7 @@ class Routing:
         for f in (*self.b.factors, *(self.b.scales if quiet else ())):
             if not isinstance(f, Ref):
                 continue
-            index = tuple(
-                p
-                for i, s in zip(f.index, shape(f.node))
-                if not same(s, 1)
-                for p in (i.parts if isinstance(i, Mix) else (i,))
-            )
+            index = tuple(p for i, s in zip(f.index, shape(f.node)) if not same(s, 1) for p in parts_of(i))
             if index == (*self.m.tokens, E):
                 found = support(f.node)
                 if found is not None:

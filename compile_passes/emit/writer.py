@@ -17,7 +17,7 @@ from ...meta.layouts import LAYOUTS, preferred_layout
 from ...meta.torch_internals import FakeTensorMode
 from ..dynamo.api import AttrSource
 from ..graph.nodes import aten, shape, value
-from ..index.terms import Affine, Const, Mix, Term
+from ..index.terms import Affine, Const, Mix, Term, affine
 from ..naming import input_name, location, module_path
 from ..options import Options
 from ..recognise.branches import EvenParts, Experts, Parts
@@ -404,7 +404,7 @@ def place(index: Term, site: fx.Node) -> tuple[Any, ...]:
     """Describe one dimension of a parameter in a Piece."""
     if isinstance(index, Const):
         return ("at", index.value)
-    base, start, step = (index.base, index.start, index.step) if isinstance(index, Affine) else (index, 0, 1)
+    base, start, step = affine(index)
     if base is not N and base is not K:
         refuse(Kind.WEIGHT_INDEX, site, index)
     return ("n" if base is N else "k", start, step)

@@ -187,6 +187,18 @@ class Affine(Term):
         return f"{self.start}+{self.step}{self.base!r}"
 
 
+def affine(coordinate: Term) -> tuple[Term, int, int]:
+    """Return (base, start, step) of a coordinate, which is start + step * base."""
+    if isinstance(coordinate, Affine):
+        return coordinate.base, coordinate.start, coordinate.step
+    return coordinate, 0, 1
+
+
+def parts_of(coordinate: Term) -> tuple[Term, ...]:
+    """Return the coordinates that a coordinate is made of, in row-major order."""
+    return coordinate.parts if isinstance(coordinate, Mix) else (coordinate,)
+
+
 class Ref(Term):
     """An element of the tensor that a graph node computes."""
 

@@ -29,6 +29,7 @@ from ..index.terms import (
     Ref,
     Sum,
     Term,
+    affine,
     flatten,
     free_axes,
     substitute,
@@ -49,7 +50,7 @@ def indices(ref: Ref) -> Iterator[Term]:
         if isinstance(i, Mix):
             yield from i.parts
         else:
-            yield i.base if isinstance(i, Affine) else i
+            yield affine(i)[0]
 
 
 def indexed_size(ref: Ref, ids: Ref) -> int | None:
@@ -71,8 +72,7 @@ def coordinate_after(first: Term, second: Term, e: int) -> Term | None:
         return first
     if isinstance(first, Const) and isinstance(second, Const):
         return Const(first.value + e * (second.value - first.value))
-    places = [(i.base, i.start, i.step) if isinstance(i, Affine) else (i, 0, 1) for i in (first, second)]
-    (base, start, step), (other, further, by) = places
+    (base, start, step), (other, further, by) = affine(first), affine(second)
     if base is other and step == by:
         return Affine(base, start + e * (further - start), step)
     return None
@@ -265,7 +265,7 @@ def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
     """Return a coordinate inside slice e with `place` in place of e. None if it is not inside a slice."""
     if isinstance(i, Const) and i.value == e and same(size, place.size) and not same(size, 1):
         return place
-    base, start, step = (i.base, i.start, i.step) if isinstance(i, Affine) else (i, 0, 1)
+    base, start, step = affine(i)
     parts, sizes = (
         (base.parts, base.sizes) if isinstance(base, Mix) else ((base,), (getattr(base, "size", 0),))
     )

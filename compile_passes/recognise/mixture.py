@@ -25,7 +25,6 @@ from ..index.terms import (
     Apply,
     Axis,
     Const,
-    Mix,
     Mul,
     NoneOf,
     Ref,
@@ -33,6 +32,7 @@ from ..index.terms import (
     Term,
     flatten,
     free_axes,
+    parts_of,
     substitute,
     walk,
 )
@@ -414,7 +414,7 @@ class Matcher(Pieces):
 
 def _coordinates(ref: Ref) -> list[Term]:
     """Return the coordinates of an element. A dimension that a view has split gives several."""
-    return [p for i in ref.index for p in (i.parts if isinstance(i, Mix) else (i,))]
+    return [p for i in ref.index for p in parts_of(i)]
 
 
 def _of_one_choice(b: Branch) -> Branch:
