@@ -12,7 +12,7 @@ from torch import nn
 
 from ..meta.text import first_line
 from .dialects import Dialect, stored_weights
-from .files import CheckpointError, TensorInfo
+from .files import INCOMPLETE, OTHER_MODEL, CheckpointError, TensorInfo
 from .folder import Folder
 
 Header = tuple[str, torch.dtype, tuple[int, ...]]
@@ -52,6 +52,10 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
         place(model, inside, tensors.values())
     except CheckpointError as error:
+        if OTHER_MODEL in str(error) or INCOMPLETE in str(
+            error
+        ):  # the fault is the folder's, not the family's
+            raise CheckpointError(f"{error}. Nothing was written") from None
         family = folder.config.get("model_type")
         raise CheckpointError(
             f"{error}\nfp4: {folder.path} is a {family}, whose experts load_checkpoint could not load once "

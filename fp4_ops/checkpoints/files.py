@@ -310,11 +310,20 @@ def read_json(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise _cannot_be_read(file, error) from None
-    except ValueError:
-        raise CheckpointError(f"fp4: {file} {what_it_is(file) or f'is not JSON. {DAMAGED}'}") from None
+    except ValueError as error:
+        what = what_it_is(file) or _why_no_json(error)
+        raise CheckpointError(f"fp4: {file} {what}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"fp4: {file} is not a JSON object. {DAMAGED}")
     return value
+
+
+def _why_no_json(error: ValueError) -> str:
+    """Says why a file is not JSON, and what to do. An editor may have saved it, with a mistake."""
+    if isinstance(error, json.JSONDecodeError) and not error.msg.startswith("Unexpected UTF-8 BOM"):
+        place = f"{error.msg}, line {error.lineno} column {error.colno}"
+        return f"is not JSON: {place}. Correct that if you edited it; else fetch or export it again"
+    return "is not JSON in UTF-8 without a byte order mark. Save it as that, or fetch or export it again"
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .files import DAMAGED, INCOMPLETE, CheckpointError, TensorInfo, read_header, read_json
-from .foreign import why_no_weights
+from .foreign import why_no_config, why_no_weights
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -31,6 +31,8 @@ class Folder:
     def __init__(self, path: str | os.PathLike[str], files: Sequence[Path] | None = None) -> None:
         self.path = Path(path)
         _check_folder(self.path)
+        if not os.path.lexists(self.path / "config.json") and (why := why_no_config(self.path)):
+            raise CheckpointError(f"fp4: {self.path} has no config.json: {why}")
         self.config = self.json("config.json")
         self.index: Path | None = None
         """The index that names the files, if they are shards."""

@@ -13,6 +13,8 @@ from typing import Any
 
 QUANTIZE = "Quantise the original bf16 weights with `python -m fp4_ops quantize`"
 SAVE = "Load it with the tool that wrote it and save it with save_pretrained, which writes safetensors files"
+_BEGUN = (".part", ".partial", ".incomplete", ".crdownload", ".aria2", ".download")
+"""Ends of the names of files whose download has not finished."""
 GGUF = "fp4_ops.load_checkpoint reads it, and save_pretrained then writes safetensors files"
 
 
@@ -41,7 +43,8 @@ FOREIGN = (
     Foreign("torchao", QUANTIZE, ("torchao",)),
     Foreign("quanto", QUANTIZE, ("quanto",), tensor=r"\.weight\._(data|scale|shift)"),
     Foreign("Quark's older format", QUANTIZE, tensor=r"\.weight_quantizer\.scale"),
-    Foreign("GGUF", GGUF, ("gguf",), file=r".*\.gguf"),
+    Foreign("GGUF", "Give fp4_ops.load_checkpoint the .gguf file itself", ("gguf",)),
+    Foreign("GGUF", GGUF, file=r".*\.gguf"),
     Foreign("torch.save (pickles)", SAVE, file=r".*\.(bin|pt|pth|ckpt)"),
     Foreign("TensorFlow, Flax or ONNX", SAVE, file=r".*\.(h5|msgpack|onnx)"),
 )  # fmt: skip
@@ -70,6 +73,23 @@ def of_tensors(names: Iterable[str]) -> tuple[Foreign, str] | None:
     return None
 
 
+def why_no_config(path: Path) -> str:
+    """Says what a folder without a config.json is, and what to do; "" if nothing tells."""
+    if (path / "adapter_config.json").is_file():
+        return "it is an adapter (PEFT), not a model. Give the folder of the model that it is for"
+    if (path / "model_index.json").is_file():
+        return "it is a pipeline of diffusers, not a model"
+    snapshots = sorted(path.glob("snapshots/*/config.json"), key=lambda file: file.lstat().st_mtime)
+    if snapshots:
+        return f"it is a model in the hub's cache. Give its snapshot, {snapshots[-1].parent}"
+    below = sorted(path.glob("*/config.json"))
+    if below:
+        return f"its folder {below[0].parent.name} has one. Give that"
+    if any(path.glob("*.safetensors")):
+        return "it holds weights alone. Fetch the config.json from where they are from, too"
+    return ""
+
+
 def why_no_weights(path: Path) -> str:
     """Says what a folder without transformers' safetensors files holds instead, and what to do."""
     files = sorted(f.name for f in path.iterdir() if f.is_file() or f.is_symlink())
@@ -84,6 +104,9 @@ def why_no_weights(path: Path) -> str:
             f"its weights are called {names}, which transformers does not find either. Rename a single file "
             'to model.safetensors, or name it in config.json ("transformers_weights")'
         )
+    begun = next((name for name in files if name.endswith(_BEGUN)), None)
+    if begun or any((path / ".cache/huggingface/download").glob("*.incomplete")):
+        return f"a download{f', {begun},' if begun else ''} has not finished. Fetch the folder again"
     for kind in FOREIGN:
         if kind.file and (found := next((n for n in files if re.fullmatch(kind.file, n)), None)):
             return f"{found} is not read: {kind.what}. {kind.advice}"

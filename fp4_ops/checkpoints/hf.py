@@ -26,6 +26,7 @@ from ..meta.formats import FORMATS, check_activation_choice
 from ..outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
 from ..pack_experts import pack_experts
 from .dialects import (
+    METHODS,
     Dialect,
     StoredWeight,
     check_four_bits,
@@ -469,13 +470,6 @@ def _named(stored: dict[str, Any]) -> dict[str, Any]:
     """Adds the quant_method that some exports of ModelOpt lack."""
     modelopt = not stored.get("quant_method") and (stored.get("quant_algo") or stored.get("quantization"))
     return {**stored, "quant_method": "modelopt"} if modelopt else stored
-
-
-METHODS = (
-    "modelopt", "compressed-tensors", "mxfp4", "gptq", "awq", "auto-round", "auto_round", "intel/auto-round",
-    "quark", "fp8",
-)  # fmt: skip
-"""The `quant_method`s of the dialects."""
 
 
 def register_with_transformers() -> None:

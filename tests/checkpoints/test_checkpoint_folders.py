@@ -166,6 +166,8 @@ FILES = {
     "an adapter": ("adapter_model.safetensors", "is an adapter"),
     "another name": ("gptq_model-4bit-128g.safetensors", "Rename a single file to model.safetensors"),
     "below": ("sub/model.safetensors", "its folder sub has one. Give that"),
+    "a download": ("model.safetensors.part", "a download, model.safetensors.part, has not finished"),
+    "one of the hub's": (".cache/huggingface/download/x.incomplete", "a download has not finished"),
     "nothing": ("README.md", "it holds no weights"),
 }
 
@@ -174,7 +176,7 @@ FILES = {
 def test_folders_without_weights_say_what_is_there(what, tmp_path):
     name, message = FILES[what]
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
     (tmp_path / name).write_bytes(b"")
     for call in (
         lambda: fp4_ops.load_checkpoint(None, tmp_path),
@@ -182,6 +184,76 @@ def test_folders_without_weights_say_what_is_there(what, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=f"has neither model.safetensors nor {INDEX}: .*{message}"):
             call()
+
+
+FOLDERS = {
+    "an adapter": ("adapter_config.json", r"it is an adapter \(PEFT\).*Give the folder of the model"),
+    "a pipeline": ("model_index.json", "a pipeline of diffusers"),
+    "the hub's cache": ("snapshots/0af3/config.json", "Give its snapshot, .*snapshots/0af3"),
+    "below": ("sub/config.json", "its folder sub has one. Give that"),
+    "weights alone": ("model.safetensors", "it holds weights alone. Fetch the config.json"),
+}
+
+
+@pytest.mark.parametrize("what", FOLDERS)
+def test_folders_without_a_config_say_what_they_are(what, tmp_path):
+    name, message = FOLDERS[what]
+    (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+    (tmp_path / name).write_text("{}")
+    for call in (
+        lambda: fp4_ops.load_checkpoint(None, tmp_path),
+        lambda: quantize_checkpoint(tmp_path, tmp_path / "out", progress=False),
+    ):
+        with pytest.raises(CheckpointError, match=f"has no config.json: .*{message}"):
+            call()
+
+
+CONFIGS = {
+    "a comma": (b'{\n"a": 1,\n}', "is not JSON: .*line 3 column 1.*Correct that if you edited it"),
+    "a mark": (b'\xef\xbb\xbf{"model_type": "x"}', "is not JSON in UTF-8 without a byte order mark. Save it"),
+    "UTF-16": ('{"model_type": "x"}'.encode("utf-16"), "is not JSON in UTF-8"),
+    "no type": (b'{"quantization_config": {"quant_method": "mxfp4"}}', "has no model_type"),
+    "a tool": (b'{"quantization_config": {"quant_method": "aqlm"}}', "'aqlm'; .* are: modelopt, compressed-"),
+    "no method": (
+        b'{"quantization_config": {"bits": 4}}',
+        "has a quantization_config without a quant_method",
+    ),
+    "gguf": (b'{"quantization_config": {"quant_method": "gguf"}}', "load_checkpoint the .gguf file itself"),
+}
+
+
+@pytest.mark.parametrize("what", CONFIGS)
+def test_odd_configs_are_named(what, tmp_path):
+    text, message = CONFIGS[what]
+    write_folder(tmp_path, tiny("gpt_oss"), "gpt-oss-mxfp4")
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(CheckpointError, match=message):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_scales_of_another_dtype_say_what_to_do(dtype, tmp_path):
+    write_folder(tmp_path, tiny(), CT)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name, t in tensors.items():
+        if name.endswith("weight_scale"):
+            tensors[name] = t.view(torch.uint8) if dtype == torch.uint8 else t.float()
+    save_tensors(tmp_path, tensors)
+    with pytest.raises(
+        CheckpointError, match=rf"is {dtype}; it must be float8_e4m3fn, as config.json says {CT}. Take the"
+    ):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
+def test_quantize_blames_the_folder_for_a_weight_of_another_shape(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    tensors[name] = torch.zeros(0, tensors[name].shape[1], dtype=torch.bfloat16)
+    save_tensors(tmp_path, tensors)
+    with pytest.raises(CheckpointError, match=r"down_proj.*config.json describes another model") as error:
+        quantize_checkpoint(tmp_path, tmp_path / "out", progress=False)
+    assert "is a qwen3_moe" not in str(error.value) and not (tmp_path / "out").exists()
 
 
 def test_gguf_files_are_not_quantised(tmp_path):

@@ -35,6 +35,7 @@ from .writing import EXPERTS_TARGET, describe, encode, writing_dialect
 __all__ = [
     "DIALECTS",
     "EXPERTS_TARGET",
+    "METHODS",
     "Codes",
     "Dialect",
     "Read",
@@ -58,6 +59,12 @@ __all__ = [
 ]
 
 ROOMS = (modelopt, compressed_tensors, gpt_oss, gptq, auto_round, quark, deepseek, fp8_blocks)
+
+METHODS = (
+    "modelopt", "compressed-tensors", "mxfp4", "gptq", "awq", "auto-round", "auto_round", "intel/auto-round",
+    "quark", "fp8",
+)  # fmt: skip
+"""The `quant_method`s of the dialects."""
 
 DIALECTS: dict[str, Dialect] = {d.name: d for room in ROOMS for d in room.DIALECTS}
 
@@ -83,9 +90,13 @@ def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dial
         if dialects is not None:
             return dialects
     raise CheckpointError(
-        f"fp4: {where} has quant_method {config.get('quant_method')!r}; those that can be read are: "
-        f"{', '.join(DIALECTS)}. Quantise the original bf16 weights with `python -m fp4_ops quantize`"
+        f"fp4: {where} has {_method_of(config)}; those that can be read are: {', '.join(METHODS)}. Quantise the original bf16 weights with `python -m fp4_ops quantize`"
     )
+
+
+def _method_of(config: dict[str, Any]) -> str:
+    method = config.get("quant_method")
+    return f"quant_method {method!r}" if method else "a quantization_config without a quant_method"
 
 
 def check_four_bits(dialects: Iterable[Dialect], where: str) -> None:

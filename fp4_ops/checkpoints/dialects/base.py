@@ -154,10 +154,19 @@ class Dialect(ABC):
             raise CheckpointError(
                 f"fp4: {scale} has shape {list(scale.shape)}; beside codes {list(packed.shape)} it must be "
                 + " or ".join(str(list(shape)) for shape in shapes)
+                + self._misfit
             )
         if scale.dtype not in self.scale_dtypes:
             wanted = " or ".join(str(d).removeprefix("torch.") for d in self.scale_dtypes)
-            raise CheckpointError(f"fp4: {scale} is {scale.dtype}; it must be {wanted}")
+            raise CheckpointError(f"fp4: {scale} is {scale.dtype}; it must be {wanted}{self._misfit}")
+
+    @property
+    def _misfit(self) -> str:
+        """The end of an error about tensors that the config does not describe."""
+        return (
+            f", as config.json says {self.name}. Take the config.json that was written with the files, or export "
+            "the folder again"
+        )
 
     def module_name(self, base: str) -> str:
         """Returns the name of the weight when it is not quantised."""
