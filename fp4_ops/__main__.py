@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from . import accuracy, selftest
 from .checkpoints import cli as checkpoints_cli
@@ -32,7 +35,22 @@ def main(arguments: list[str] | None = None) -> None:
     compile_cli.add_commands(commands)
     accuracy.add_commands(commands)
     args = parser.parse_args(arguments)
-    args.run(args)
+    with _quiet():
+        args.run(args)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides what torchao, which transformers imports, logs about its own files and calls."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels):
+            logger.setLevel(level)
 
 
 if __name__ == "__main__":

@@ -52,9 +52,7 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
         place(model, inside, tensors.values())
     except CheckpointError as error:
-        if OTHER_MODEL in str(error) or INCOMPLETE in str(
-            error
-        ):  # the fault is the folder's, not the family's
+        if OTHER_MODEL in str(error) or INCOMPLETE in str(error):  # the family is not to blame
             raise CheckpointError(f"{error}. Nothing was written") from None
         family = folder.config.get("model_type")
         raise CheckpointError(

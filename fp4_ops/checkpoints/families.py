@@ -57,8 +57,8 @@ def config_of(path: Any, model_type: str | None, trust_remote_code: bool) -> Pre
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
     if model_type is None:
         raise CheckpointError(
-            f"fp4: config.json of {path} has no model_type, which says what to build. Take the config.json that "
-            "was written with the files, or give the class (load_checkpoint's model_or_config)"
+            f"fp4: config.json of {path} has no model_type, which says what to build. Take the config.json "
+            "that was written with the files, or give the class (load_checkpoint's model_or_config)"
         )
     if not trust_remote_code:
         raise CheckpointError(

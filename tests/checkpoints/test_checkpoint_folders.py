@@ -216,7 +216,7 @@ CONFIGS = {
     "a tool": (b'{"quantization_config": {"quant_method": "aqlm"}}', "'aqlm'; .* are: modelopt, compressed-"),
     "no method": (
         b'{"quantization_config": {"bits": 4}}',
-        "has a quantization_config without a quant_method",
+        "a quantization_config without a quant_method",
     ),
     "gguf": (b'{"quantization_config": {"quant_method": "gguf"}}', "load_checkpoint the .gguf file itself"),
 }

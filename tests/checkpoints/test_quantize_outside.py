@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections import Counter
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 
 import fp4_ops
 from fp4_ops.__main__ import main
-from fp4_ops.checkpoints import CheckpointError
+from fp4_ops.checkpoints import CheckpointError, cli
 from fp4_ops.checkpoints.convert import quantize_checkpoint
 from fp4_ops.checkpoints.dialects import EXPERTS_TARGET
 from fp4_ops.checkpoints.folder import Folder
@@ -103,6 +104,19 @@ def test_the_command(tmp_path, capsys):
     tiny("qwen3_moe").save_pretrained(tmp_path / "bf16")
     main(["quantize", str(tmp_path / "bf16"), "-o", str(tmp_path / "out"), "--attention", "mxfp4"])
     assert "48 expert matrices in nvfp4, 8 linear layers in mxfp4" in capsys.readouterr().out
+
+
+def test_commands_hide_what_torchao_logs_of_itself(monkeypatch, caplog):
+    def quantize(*args: Any, **kwargs: Any) -> str:
+        for name in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(name).warning("Failed to load")
+        return "done"
+
+    monkeypatch.setattr(cli, "quantize_checkpoint", quantize)
+    levels = [logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")]
+    main(["quantize", "bf16", "-o", "out"])
+    assert "Failed to load" not in caplog.text
+    assert [logging.getLogger(name).level for name in ("torchao", "torch.utils._pytree")] == levels
 
 
 def test_a_run_with_another_format_outside_is_not_continued(tmp_path):

@@ -90,7 +90,8 @@ def dialects_of(config: dict[str, Any], where: str = "the config") -> tuple[Dial
         if dialects is not None:
             return dialects
     raise CheckpointError(
-        f"fp4: {where} has {_method_of(config)}; those that can be read are: {', '.join(METHODS)}. Quantise the original bf16 weights with `python -m fp4_ops quantize`"
+        f"fp4: {where} has {_method_of(config)}; those that can be read are: {', '.join(METHODS)}. "
+        "Quantise the original bf16 weights with `python -m fp4_ops quantize`"
     )
 
 

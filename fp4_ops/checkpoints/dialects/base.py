@@ -164,8 +164,8 @@ class Dialect(ABC):
     def _misfit(self) -> str:
         """The end of an error about tensors that the config does not describe."""
         return (
-            f", as config.json says {self.name}. Take the config.json that was written with the files, or export "
-            "the folder again"
+            f", as config.json says {self.name}. Take the config.json that was written with the files, or "
+            "export the folder again"
         )
 
     def module_name(self, base: str) -> str:
