@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .devices import usable_device
 from .meta.formats import FORMATS
 from .quantization.activations import ACTIVATION_MODES
 from .quantization.calibration import Calibration, calibrate
@@ -56,6 +58,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Runs a command. If the model or text does not fit, exits with the message and no traceback."""
     try:
+        usable_device(args.device)
         command(args)
     except ValueError as error:
         raise SystemExit(str(error)) from None
@@ -82,6 +85,8 @@ def _eval(args: argparse.Namespace) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    if args.picture and find_spec("matplotlib") is None:
+        raise ValueError(f"fp4: --picture {args.picture} needs matplotlib: pip install matplotlib")
     model, _ = _load(args)
     report = error_report(model, args.format, args.method, _calibration(args, model, [args.method]))
     print(report)
@@ -95,7 +100,14 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
     """Loads the model with ordinary weights. Also returns the expert weights that are in 4 bits already."""
     from .checkpoints.reference import load_reference  # which imports transformers
 
-    model, stored = load_reference(args.model, args.device, torch.bfloat16)
+    try:
+        model, stored = load_reference(args.model, args.device, torch.bfloat16)
+    except OSError as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ValueError(
+            f"fp4: {args.model} cannot be loaded: {reason} It must be a local folder, or the name of a model "
+            "on the Hugging Face hub that can be reached"
+        ) from None
     if stored:
         print(
             f"{args.model} is in 4 bits already. Its values in bfloat16 are the reference here, and every "

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..devices import usable_device
 from ..meta.formats import FORMATS
 from ..outside_experts import KEEP, Kind, chosen_formats
 from ..quantization import Method, find_method, quantize_weight
@@ -302,7 +303,7 @@ def quantize_checkpoint(
     """
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
-    chosen, device = find_method(method, format), torch.device(device)
+    chosen, device = find_method(method, format), usable_device(device)
     _check_calibration(chosen, calibration)
     kinds = chosen_formats({"attention": attention, "dense": dense, "head": head})
     folder, to = Folder(source), Path(out)

@@ -84,7 +84,7 @@ class ErrorReport:
         try:
             from matplotlib.figure import Figure
         except ImportError:
-            raise ImportError("fp4_ops: the picture needs matplotlib: pip install fp4_ops[report]") from None
+            raise ImportError("fp4: the picture needs matplotlib: pip install matplotlib") from None
         groups = self._groups()
         present = [m for m in MATRICES if any(matrix == m for _, matrix in groups)]
         figure = Figure(figsize=(1 + 5 * len(present), 5), layout="constrained")

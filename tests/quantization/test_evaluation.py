@@ -13,6 +13,7 @@ import reference as ref
 import torch
 
 import fp4_ops
+from fp4_ops import accuracy
 from fp4_ops.__main__ import main
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.quantization import calibrate, quantize_weight
@@ -272,3 +273,16 @@ def test_commands(tmp_path, capsys):
 
     with pytest.raises(SystemExit, match="has 400 tokens; one window is 512"):
         main(["eval", str(tmp_path / "model"), "--text", str(text)])
+
+
+def test_commands_say_in_a_line_what_is_not_there(tmp_path, monkeypatch):
+    given = str(tmp_path / "none")
+    with pytest.raises(SystemExit, match=r"none cannot be loaded: .* It must be a local folder"):
+        main(["report", given, "--device", "cpu"])
+    with pytest.raises(SystemExit, match="device is 'nowhere', which is not there"):
+        main(["eval", given, "--text", given, "--device", "nowhere"])
+    with pytest.raises(SystemExit, match="device is 'nowhere', which is not there"):
+        main(["quantize", given, "-o", given, "--device", "nowhere"])
+    monkeypatch.setattr(accuracy, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"errors.png needs matplotlib: pip install matplotlib"):
+        main(["report", given, "--device", "cpu", "--picture", "errors.png"])
