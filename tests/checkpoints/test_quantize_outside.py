@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import shutil
 from collections import Counter
 from typing import Any
 
@@ -131,9 +132,16 @@ def test_a_run_with_another_format_outside_is_not_continued(tmp_path):
 def test_int4_of_two_group_sizes_that_no_targets_tell_apart(tmp_path):
     tiny("qwen3_moe").save_pretrained(tmp_path / "bf16")
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", "int4_g32", attention="int4_g64", progress=False)
+    shutil.copytree(tmp_path / "out", tmp_path / "twice")
     edit_json(
         tmp_path / "out" / "config.json",
         lambda c: c["quantization_config"]["config_groups"]["group_1"].pop("targets"),
     )
+    edit_json(
+        tmp_path / "twice" / "config.json",
+        lambda c: c["quantization_config"]["config_groups"]["group_1"].update(targets=["re:("]),
+    )
+    with pytest.raises(CheckpointError, match=r"target 're:\(', which is no regular expression"):
+        fp4_ops.load_checkpoint(None, tmp_path / "twice")
     with pytest.raises(CheckpointError, match="pack-quantized weights of several kinds that no targets tell"):
         fp4_ops.load_checkpoint(None, tmp_path / "out")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +94,11 @@ def _told_apart(alike: list[Dialect], where: str) -> list[Dialect]:
         return plain
     if not all(d.format in FORMATS and d.targets for d in alike):
         raise _unknown(where, f"{alike[0].name} weights of several kinds that no targets tell apart")
+    for target in (t for d in alike for t in d.targets if t.startswith("re:")):
+        try:
+            re.compile(target[3:])
+        except re.error as error:
+            raise _unknown(where, f"target {target!r}, which is no regular expression ({error})") from None
     return alike
 
 
