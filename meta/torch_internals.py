@@ -145,6 +145,19 @@ def without_recording(step: Callable[[], torch.Tensor]) -> torch.Tensor:
 assert_async = torch._assert_async
 enter_autocast = torch.amp.autocast_mode._enter_autocast
 exit_autocast = torch.amp.autocast_mode._exit_autocast
+functorch_depth = torch._C._functorch.get_dynamic_layer_stack_depth
+"""() -> how many levels of torch.func (vmap, jvp) are entered."""
+leave_functorch_levels = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth
+"""(depth) leaves all levels above this depth."""
+
+
+def below_functorch(t: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that vmap and the like have wrapped. It has the memory; the wrapper has none."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
+
+
 set_grad_enabled = torch._C._set_grad_enabled
 side_effects = frozenset(_side_effectful_functions)
 

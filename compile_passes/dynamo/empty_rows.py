@@ -26,11 +26,12 @@ from ...meta.text import in_short
 from ...meta.torch_internals import (
     OpOverload,
     TorchDispatchMode,
+    below_functorch,
     enable_python_dispatcher,
     pytree,
     side_effects,
 )
-from ..graph.traced_nodes import along, called, example, since, some_elements, writes_to
+from ..graph.traced_nodes import along, called, example, memory, since, some_elements, writes_to
 from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, refuse
 from . import api
@@ -74,10 +75,10 @@ class Hits:
     def _unwritten(self, nodes: Sequence[fx.Node]) -> bool:
         last = next(iter(reversed(self.mask.graph.nodes)))
         for node in nodes:
-            memory = example(node).untyped_storage()._cdata
-            if writes_to([node], since(self.unwritten.get(memory, node))):
+            place = memory(example(node))
+            if writes_to([node], since(self.unwritten.get(place, node))):
                 return False
-            self.unwritten[memory] = last
+            self.unwritten[place] = last
         return True
 
 
@@ -485,7 +486,7 @@ class _Watch(TorchDispatchMode):
             self.empty_masks.append(values)
         for v in pytree.tree_leaves(values):
             if isinstance(v, Tensor):
-                storage = v.untyped_storage()
+                storage = below_functorch(v).untyped_storage()
                 self.outer[storage._cdata] = storage
 
     def __torch_dispatch__(self, func: OpOverload, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -508,7 +509,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _own(self, t: object) -> bool:
-        return not isinstance(t, Tensor) or t.untyped_storage()._cdata not in self.outer or _no_elements(t)
+        return not isinstance(t, Tensor) or memory(t) not in self.outer or _no_elements(t)
 
 
 def _no_elements(t: Tensor) -> bool:

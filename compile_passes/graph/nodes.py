@@ -51,7 +51,9 @@ def is_product(node: fx.Node) -> bool:
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+    """Return whether an operator computes each element from the same elements of its tensors. torch's tag
+    says so, which `hardswish` lacks."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or is_op(node, aten.hardswish)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:

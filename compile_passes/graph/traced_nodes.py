@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ...meta.torch_internals import OpOverload, pytree
+from ...meta.torch_internals import OpOverload, below_functorch, pytree
 from ..operands import integer
 
 
@@ -25,6 +25,11 @@ def called(node: fx.Node) -> str:
 
 def example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
+
+
+def memory(x: Tensor) -> int:
+    """Return a key for a tensor's memory. Views of each other have equal keys."""
+    return below_functorch(x).untyped_storage()._cdata
 
 
 def named(node: Any, functions: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
@@ -131,7 +136,7 @@ _IN_PLACE = re.compile(
 
 def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
     """Whether any of `nodes` writes to memory of `chain`."""
-    memory = {example(n).untyped_storage()._cdata for n in chain if isinstance(example(n), Tensor)}
+    own = {memory(example(n)) for n in chain if isinstance(example(n), Tensor)}
 
     def writes(node: fx.Node) -> bool:
         to = [node.kwargs.get("out")]
@@ -140,7 +145,7 @@ def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
         elif _IN_PLACE.fullmatch(called(node)):
             to += [node.args[0] if node.args else None]
         found = [example(n) for n in pytree.tree_leaves(to) if isinstance(n, fx.Node)]
-        return any(isinstance(x, Tensor) and x.untyped_storage()._cdata in memory for x in found)
+        return any(isinstance(x, Tensor) and memory(x) in own for x in found)
 
     return any(map(writes, nodes))
 

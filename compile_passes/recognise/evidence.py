@@ -17,7 +17,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
@@ -30,6 +29,7 @@ from ..graph.nodes import (
     aten,
     is_grouped_mm,
     is_op,
+    is_pointwise,
     is_tensor,
     item,
     shape,
@@ -133,7 +133,7 @@ class Evidence:
         """Return whether a softmax or a topk chooses by the result of this product."""
 
         def step(node: fx.Node) -> Iterable[fx.Node]:
-            passes_on = is_op(node, *_VIEWS) or item(node) is not None or _is_pointwise(node)
+            passes_on = is_op(node, *_VIEWS) or item(node) is not None or is_pointwise(node)
             return node.users if passes_on and not _decides(node) else ()
 
         return any(map(_decides, reached(product.users, step)))
@@ -276,7 +276,7 @@ class Evidence:
                 seen.add(user)
                 if node in in_order and self._places(user, node):
                     return True
-                if node in in_order and (is_op(user, *_KEEP_ORDER) or _is_pointwise(user)):
+                if node in in_order and (is_op(user, *_KEEP_ORDER) or is_pointwise(user)):
                     in_order.add(user)
                 if is_tensor(user) and self._weights(reader.value(user, 2), carrier):
                     return True
@@ -340,10 +340,6 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_pointwise(node: fx.Node) -> bool:
-    return torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
 def _chooses(node: fx.Node) -> bool:
     """Return whether an operator makes a choice: among values, or by comparing ids."""
     if is_op(node, *_CHOICES):
@@ -394,7 +390,7 @@ def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
     """Return the products that rows are computed from by elementwise operators or a norm."""
 
     def step(node: fx.Node) -> Iterable[fx.Node]:
-        passes_on = is_op(node, *_VIEWS, *_NORMS, aten.cat, aten.glu) or item(node) or _is_pointwise(node)
+        passes_on = is_op(node, *_VIEWS, *_NORMS, aten.cat, aten.glu) or item(node) or is_pointwise(node)
         return node.all_input_nodes if passes_on and node not in products else ()
 
     return products & reached([rows], step).keys()

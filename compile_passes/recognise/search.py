@@ -20,6 +20,7 @@ from ..graph.nodes import (
     aten,
     is_grouped_mm,
     is_op,
+    is_pointwise,
     is_tensor,
     item,
     shape,
@@ -286,8 +287,7 @@ class Search:
         if not is_tensor(node):
             return False
         target = getattr(node.target, "overloadpacket", None)
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        return target in self.reader.understood or pointwise
+        return target in self.reader.understood or is_pointwise(node)
 
     def _match(self, bits: int) -> Mixture | Refusal | None:
         """Return the mixture of these down products whose node comes last. None if they are not experts."""

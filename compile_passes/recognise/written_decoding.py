@@ -29,6 +29,7 @@ from ..graph.nodes import (
     arguments,
     aten,
     is_op,
+    is_pointwise,
     is_pure,
     is_tensor,
     shape,
@@ -135,8 +136,7 @@ class Decoder(Reader):
             return self._fill(node, 2)
         if is_op(node, aten.slice_scatter):
             return self._every_other(node)
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or is_op(node, *_POINTWISE)
-        if node.all_input_nodes and pointwise:
+        if node.all_input_nodes and (is_pointwise(node) or is_op(node, *_POINTWISE)):
             return self._pointwise(node, 2)
         return super()._getitem(node, 2)
 

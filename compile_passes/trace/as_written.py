@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ...meta.torch_internals import einsum_in_order
-from ..graph.traced_nodes import called, example, since, writes_to
+from ..graph.traced_nodes import called, example, memory, since, writes_to
 from ..refusal import Kind, Refusal
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
@@ -63,10 +63,9 @@ def _is_by_a_tensor(node: fx.Node) -> bool:
 def _may_be_a_copy(node: fx.Node) -> bool:
     """Return whether a copy may replace a part of a tensor without a visible difference."""
     x, own = node.args[0], example(node)
-    memory = own.untyped_storage()._cdata
     (output,) = node.graph.find_nodes(op="output")
     returned = [example(n) for n in output.all_input_nodes]
-    out = any(isinstance(o, torch.Tensor) and o.untyped_storage()._cdata == memory for o in returned)
+    out = any(isinstance(o, torch.Tensor) and memory(o) == memory(own) for o in returned)
     return not out and not writes_to([node, x], since(node))  # type: ignore[list-item]
 
 

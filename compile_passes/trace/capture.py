@@ -45,6 +45,7 @@ from .functional import (
     is_written,
     storage,
 )
+from .open_regions import OpenRegions
 from .regions import without_regions
 
 aten = torch.ops.aten
@@ -149,8 +150,9 @@ def _by_calls(
 
 
 def _whole(gm: fx.GraphModule, fakes: list[Any], constants: dict[fx.Node, float]) -> fx.GraphModule:
-    run = _functional(_Interpreter(gm, constants).run)
-    with fx.traceback.preserve_node_meta():
+    interpreter = _Interpreter(gm, constants)
+    run = _functional(interpreter.run)
+    with fx.traceback.preserve_node_meta(), interpreter.regions.ended():
         traced = make_fx(run, decomposition_table={})(*fakes)
     inline_constants(traced)
     return traced
@@ -197,6 +199,7 @@ class _Interpreter(PropagateUnbackedSymInts):
         super().__init__(gm)
         self._constants = constants
         self._target: Any = None
+        self.regions = OpenRegions()
 
     def run_node(self, n: fx.Node) -> Any:
         if n in self._constants:
@@ -208,7 +211,9 @@ class _Interpreter(PropagateUnbackedSymInts):
             raise Refused(needs_a_number(n)) from None
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(self._target, args, kwargs)
+        result = super().call_function(self._target, args, kwargs)
+        self.regions.ran(self._target, args, result)
+        return result
 
 
 def _functional(run: Callable[..., Any]) -> Callable[..., Any]:

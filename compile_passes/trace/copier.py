@@ -8,9 +8,8 @@ it raises `CannotCopy`, and the graph is traced as a whole.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +35,7 @@ from ..graph.traced_nodes import example
 from ..operands import integer
 from .as_written import as_written
 from .functional import current, functional_tensors, inline_constants, is_reshaped, is_written, storage
+from .open_regions import OpenRegions
 
 aten = torch.ops.aten
 
@@ -110,7 +110,7 @@ class Copier:
         """Dynamo's nodes, by the memory of their tensors."""
         self._numbers: dict[sympy.Basic, fx.Node] = {}
         """The first node that computes a symbolic number."""
-        self._autocasts: list[Any] = []
+        self._regions = OpenRegions()
         self._check(gm)
 
     def _check(self, gm: fx.GraphModule) -> None:
@@ -140,7 +140,7 @@ class Copier:
     # --- the graph ---
 
     def run(self) -> fx.GraphModule:
-        with self._end_autocasts():
+        with self._regions.ended():
             fakes = iter(self._fakes)
             for node in self._order:
                 if node.op == "placeholder":
@@ -153,15 +153,6 @@ class Copier:
         # Under Dynamo, use a module that writes its code when it is read, and not after each of Inductor's
         # passes.
         return make_graph_module(torch.nn.Module(), self.graph)
-
-    @contextlib.contextmanager
-    def _end_autocasts(self) -> Iterator[None]:
-        """End autocasts that are still open if the graph cannot be copied."""
-        try:
-            yield
-        finally:
-            for region in reversed(self._autocasts):
-                exit_autocast(region)
 
     def _placeholder(self, fake: Any) -> fx.Node:
         node = self.graph.placeholder(f"arg{len(self.graph.nodes)}_1")
@@ -224,10 +215,7 @@ class Copier:
     def _context(self, node: fx.Node) -> Any:
         args = fx.node.map_arg(node.args, lambda n: self._held[n])
         region = node.target(*args)  # type: ignore[operator]
-        if node.target is enter_autocast:
-            self._autocasts.append(region)
-        elif node.target is exit_autocast:
-            self._autocasts.remove(args[0])
+        self._regions.ran(node.target, args, region)
         return region
 
     def _scalar(self, node: fx.Node) -> Any:

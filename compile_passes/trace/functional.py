@@ -23,6 +23,7 @@ from ...meta.torch_internals import (
     has_new_values,
     without_functionalization,
 )
+from ..graph.traced_nodes import memory
 from ..refusal import Kind, refuse
 
 aten = torch.ops.aten
@@ -56,7 +57,7 @@ def is_reshaped(t: Any) -> bool:
 
 def storage(t: torch.Tensor) -> int:
     """Return a key for a tensor's memory. Views of each other have equal keys."""
-    return (t.elem if isinstance(t, FunctionalTensor) else t).untyped_storage()._cdata
+    return memory(t.elem if isinstance(t, FunctionalTensor) else t)
 
 
 def inline_constants(gm: fx.GraphModule) -> None:

@@ -148,6 +148,7 @@ ACTIVATIONS = {
     "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), True, MOE),
     "silu spelled out": (lambda x: x * torch.sigmoid(x), True, MOE),
     "relu gated": (F.relu, True, PAIR),
+    "hardswish": (F.hardswish, False, PAIR),
     "relu": (F.relu, False, PAIR),
     "relu2": (relu2, False, MOE),
     "relu2 by a power": (lambda x: F.relu(x) ** 2, False, MOE),
