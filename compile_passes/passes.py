@@ -208,6 +208,7 @@ def _linears(s: _State) -> None:
 def _products(s: _State) -> None:
     """Rewrite single products of sorted rows or gathered weights that belong to no block."""
     alive = set(s.gm.graph.nodes)
+    s.facts.stays.clear()  # each product counts alone from here on, not the block around it
     refusals = [r for r in s.found if isinstance(r, Refusal) and r.node in alive]
     s.unrouted = {n: r for n, r in s.unrouted.items() if n in alive}
     _need_evidence(s, [r.site for r in refusals])
@@ -222,10 +223,10 @@ def _products(s: _State) -> None:
             continue
         try:
             need_wide((product.matrix,), product.node, s.facts)
-        except Refused as stop:
+            site = write_product(s.writer, product)
+        except Refused as stop:  # the product stays; others are written
             s.sites.append(stop.refusal)
             continue
-        site = write_product(s.writer, product)
         if why is not None:
             whole = Refusal(Kind.NOT_WHOLE, product.node, (why, why.node))
             site = replace(site, reason=whole.reason, change=whole.change)
