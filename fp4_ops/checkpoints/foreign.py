@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PROGRESS = ".fp4_quantize.json"
+"""The file in which `quantize` notes what it has done. It goes when the result is complete."""
+
 QUANTIZE = "Quantise the original bf16 weights with `python -m fp4_ops quantize`"
 SAVE = "Load it with the tool that wrote it and save it with save_pretrained, which writes safetensors files"
 _BEGUN = (".part", ".partial", ".incomplete", ".crdownload", ".aria2", ".download")
@@ -75,6 +78,8 @@ def of_tensors(names: Iterable[str]) -> tuple[Foreign, str] | None:
 
 def why_no_config(path: Path) -> str:
     """Says what a folder without a config.json is, and what to do; "" if nothing tells."""
+    if (path / PROGRESS).is_file():
+        return "it is the unfinished result of `quantize`. Run the same command again to complete it"
     if (path / "adapter_config.json").is_file():
         return "it is an adapter (PEFT), not a model. Give the folder of the model that it is for"
     if (path / "model_index.json").is_file():

@@ -12,8 +12,7 @@ from torch import Tensor
 from ..outside_experts import Kind
 from .files import CheckpointError, read_header, read_json, write_json
 from .folder import Folder
-
-PROGRESS = ".fp4_quantize.json"
+from .foreign import PROGRESS
 
 
 class Progress:

@@ -59,7 +59,7 @@ def test_a_result_that_cannot_be_loaded_is_not_written(tmp_path):
     model.save_pretrained(tmp_path / "bf16")
     edit_json(tmp_path / "bf16" / "config.json", lambda c: c.update(num_experts=4, num_local_experts=4))
     with pytest.raises(
-        CheckpointError, match=r"is of expert 4; the model has 4 experts[^\n]*\n.*is a qwen3_moe.*nothing was"
+        CheckpointError, match=r"is of expert 4; the model has 4 experts.*another model.*Nothing was written"
     ):
         quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False)
     assert not (tmp_path / "out").exists()
