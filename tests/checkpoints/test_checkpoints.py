@@ -407,7 +407,7 @@ def test_files_that_lie(tmp_path):
         ({"quant_method": "hqq"}, "by HQQ .quant_method 'hqq'"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "in fp8 and none in 4 bits.*fp4_ops quantize"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}, "algo 'NVFP4_AWQ'; those.*Export with"),
-        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quantized_layers.*hf_quant_config"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "no quantized_layers.*hf_quant"),
         (
             {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION",
              "quantized_layers": {"a.b": {"quant_algo": "W4A8_AWQ"}}},
