@@ -14,7 +14,7 @@
 
 namespace fp4::device {
 
-// What a launch must know about the current device and the code that runs there.
+// Holds the facts that a launch needs: the current device and the code that runs there.
 struct Launching {
   int shared_bytes = 0;   // the most that a thread block may use
   bool overlaps = false;  // the code is compiled for compute capability 9.0 or later: its kernels can wait
