@@ -29,7 +29,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fp4_ops
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RANK = 16

@@ -27,7 +27,7 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
 
 import fp4_ops
-from fp4_ops.outside_experts import find_outside, kind_of
+from fp4_ops.models.outside_experts import find_outside, kind_of
 
 ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 96
 VOCABULARY = 151936

@@ -22,7 +22,7 @@ import torch
 import fp4_ops  # noqa: F401  loads torch.ops.fp4
 from fp4_ops.backends.triton import tiles
 from fp4_ops.meta.formats import FORMATS
-from fp4_ops.oracle import relative_error
+from fp4_ops.runtime.oracle import relative_error
 
 ROUTINGS = 8
 DEVICE = "cuda"

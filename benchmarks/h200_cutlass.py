@@ -29,7 +29,7 @@ from h200_hopper import MODELS, ROUTINGS, Model, captured, median_us, replay_us,
 from torch import Tensor
 
 from fp4_ops.meta.formats import FORMATS
-from fp4_ops.oracle import relative_error
+from fp4_ops.runtime.oracle import relative_error
 
 K_MULTIPLE = 128
 PEERS = ("sglang", "flashinfer")

@@ -39,7 +39,7 @@ from transformers import (
 
 import fp4_ops
 from fp4_ops import generation
-from fp4_ops.outside_experts import kind_of
+from fp4_ops.models.outside_experts import kind_of
 
 PROMPT, STEPS, SKIP = 32, 72, 16
 WHOLE = ("attention", "head")

@@ -23,7 +23,7 @@ from gpu_ops import median_us
 from torch import Tensor
 
 import fp4_ops  # noqa: F401  loads torch.ops.fp4
-from fp4_ops.oracle import relative_error
+from fp4_ops.runtime.oracle import relative_error
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 COLD_BYTES = 250 << 20

@@ -33,8 +33,8 @@ from h200_hopper import MODELS, ROUTINGS, Model, ceilings, median_us
 from torch import Tensor
 
 from fp4_ops.meta.formats import FORMATS
-from fp4_ops.oracle import relative_error
 from fp4_ops.runtime import native
+from fp4_ops.runtime.oracle import relative_error
 
 LAYOUT = "mma_bf16"
 PAUSE_SECONDS = 0.1

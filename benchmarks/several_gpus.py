@@ -36,12 +36,12 @@ import record
 import torch
 from torch import Tensor, nn
 
-from fp4_ops import expert_parallel
 from fp4_ops.distributed.parts import Part
-from fp4_ops.experts import PackedWeight, Recipe
-from fp4_ops.find_experts import plan
+from fp4_ops.experts.find import plan
+from fp4_ops.experts.packed import PackedWeight, Recipe
 from fp4_ops.meta.layouts import LAYOUTS, preferred_layout
-from fp4_ops.pack_experts import choose_implementation
+from fp4_ops.models import expert_parallel
+from fp4_ops.models.pack_experts import choose_implementation
 
 MODELS: dict[str, dict[str, int]] = {
     "qwen3-30b": {

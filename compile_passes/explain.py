@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..zero3 import refuse_emptied
+from ..experts.zero3 import refuse_emptied
 from .dynamo.api import config, counters, get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH, Kept
 from .dynamo.breaks import about_a_number, breaks_since, described, inside, known_breaks, reason_of

@@ -13,11 +13,11 @@ import torch
 
 from .. import _library
 from ..backends import check_activation
-from ..experts import auto_a_format
+from ..experts.packed import auto_a_format
 from ..meta import formats
 from ..meta.formats import ACTIVATION_CHOICES, FORMATS, FP4_FORMATS, check_activation_choice
 from ..meta.layouts import LAYOUTS
-from ..outside_experts import KEEP, KINDS, Kind, chosen_formats
+from ..models.outside_experts import KEEP, KINDS, Kind, chosen_formats
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,8 @@ STABLE_TORCH_LIBRARY(fp4, m) {
       "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "
       "Tensor? w13_bias=None, Tensor? w2_bias=None, *, str format, str layout='plain', "
       "str activation='silu', str a_format='none', ScalarType? out_dtype=None) -> Tensor");
-  // The gradients of `moe` for x and topk_weights, given that of its result (fp4_ops/input_gradients.py).
+  // The gradients of `moe` for x and topk_weights, given that of its result
+  // (fp4_ops/runtime/input_gradients.py).
   m.def(
       "moe_input_grads(Tensor grad, Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, "
       "Tensor w13_scale, Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "

@@ -40,7 +40,7 @@ _LAZY = {
     "explain": ".compile_passes.explain",
     "decoding_loop": ".generation",
     "load_checkpoint": ".checkpoints.load_model",
-    "packed_as_parameters": ".sharding",
+    "packed_as_parameters": ".models.sharding",
     "refresh": ".compile_passes.weights.packed",
     "register_with_transformers": ".checkpoints.hf",
     "rewrite": ".compile_passes.program",

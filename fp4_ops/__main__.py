@@ -11,8 +11,8 @@ from . import accuracy, selftest
 from .checkpoints import cli as checkpoints_cli
 from .compile_passes import cli as compile_cli
 from .info import info
-from .library_files import libraries
 from .runtime import tune
+from .runtime.libraries import libraries
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .library_files import library_path
+from .runtime.libraries import library_path
 
 
 def load() -> None:
@@ -23,7 +23,7 @@ def load() -> None:
         ) from None
 
     # These register operators of torch's own operations.
-    from . import distributed, input_gradients, step_operators  # noqa: F401
+    from . import distributed, step_operators  # noqa: F401
     from .backends import operators
     from .meta import dtensors, fakes, gradients  # noqa: F401  registers the fake kernels, and what is refused
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .devices import usable_device
 from .meta.formats import FORMATS
 from .quantization.activations import ACTIVATION_MODES
 from .quantization.calibration import Calibration, calibrate
@@ -20,6 +19,7 @@ from .quantization.evaluation import HEAD, Stored, evaluate
 from .quantization.methods import METHODS
 from .quantization.report import error_report
 from .quantization.text import add_calibration_arguments, read_windows
+from .runtime.devices import usable_device
 
 
 def add_commands(commands: Any) -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 
 from .backends import available, multiplies_fp4
-from .library_files import library_path
 from .meta.formats import FORMATS
 from .meta.layouts import preferred_layout
 from .meta.text import in_short
 from .runtime import fitted, native, tuned
+from .runtime.libraries import library_path
 
 _COMPILED = "tests compile its kernels and check what they need; nobody has run them"
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(

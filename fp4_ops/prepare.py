@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from .distributed.workspace import MAX_TOKENS
-from .outside_experts import KEEP, find_outside
-from .pack_experts import pack_experts
-from .prepare_report import PrepareReport
+from .models.outside_experts import KEEP, find_outside
+from .models.pack_experts import pack_experts
+from .models.prepare_report import PrepareReport
 from .quantization import Calibration
 
 

@@ -21,7 +21,7 @@ from .info import info
 from .meta.formats import A_FORMATS, ACTIVATIONS, FORMATS, FP4_FORMATS
 from .meta.layouts import LAYOUTS, preferred_layout
 from .meta.text import in_short
-from .oracle import (
+from .runtime.oracle import (
     DTYPES,
     F64,
     PRODUCTS,

@@ -11,7 +11,7 @@ from torch import Tensor
 from .meta.dtensors import refuse_dtensors
 from .meta.layouts import LAYOUTS, block_scales, byte_view
 from .meta.torch_internals import make_wrapper_subclass, no_torch_function
-from .relayout import Operands, relayout
+from .runtime.relayout import Operands, relayout
 
 aten = torch.ops.aten
 
@@ -290,7 +290,7 @@ def _copy(func: Any, w: FP4Tensor, source: Tensor, non_blocking: bool = False) -
 
 
 def _overwrite(w: FP4Tensor, values: Tensor) -> None:
-    from .overwrite import Codes, check_memory, check_values
+    from .quantization.overwrite import Codes, check_memory, check_values
 
     check_memory(f"an FP4Tensor {list(w.shape)}", w.packed)
     check_values(f"an FP4Tensor {list(w.shape)}", values)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .expert_names import HALVES, MATRICES, NUMBERED
-from .experts import PackedWeight
-from .find_experts import form_of
+from .experts.find import form_of
+from .experts.names import HALVES, MATRICES, NUMBERED
+from .experts.packed import PackedWeight
 from .meta.dtensors import split_over_processes
-from .new_weights import check, places_of, target_of, write
+from .models.new_weights import check, places_of, target_of, write
 
 
 def update(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Refuses gradients: operators have none, and asking for one is an error, never a silent zero.
 
-fp4_ops/input_gradients.py gives the inputs of `moe` a gradient, if the user asks for it.
+fp4_ops/runtime/input_gradients.py gives the inputs of `moe` a gradient, if the user asks for it.
 
 - Reverse mode: a call with a tensor that requires a gradient works; `backward` raises.
 - `torch.func.grad`, `vjp`, `jacrev`: the call raises, because torch asks at no later time.

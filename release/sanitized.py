@@ -47,7 +47,7 @@ def find(library: str) -> str:
 
 OUTSIDE = """
 import ctypes, fp4_ops
-from fp4_ops.library_files import library_path
+from fp4_ops.runtime.libraries import library_path
 malloc = ctypes.CDLL(None).malloc
 malloc.restype = ctypes.c_void_p
 address, number = (ctypes.c_void_p * 1)(malloc(16)), (ctypes.c_uint64 * 1)()

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from ...meta.layouts import LAYOUTS
-from ...outside_experts import kind_of
+from ...models.outside_experts import kind_of
 from ..graph.nodes import aten, is_op, shape, static_int, value
 from ..index.reader import Reader
 from ..index.terms import Ref, free_axes, substitute

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, fx
 
-from ...relayout import relayout
+from ...runtime.relayout import relayout
 from ..graph.nodes import arguments, is_op, is_pure, is_tensor, shape
 from ..graph.walks import behind
 from .facts import Facts, Stored

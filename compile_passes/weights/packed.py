@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...samples import Samples
+from ...backends.samples import Samples
 from .memory import NO_MEMORY, has_memory, layout_of, leaves_of, memory_of, shapes_of, states_of, watch
 from .specs import Spec
 

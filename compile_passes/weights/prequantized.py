@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from ...meta.formats import FORMATS
 from ...meta.layouts import LAYOUTS, packed_spec
 from ...meta.torch_internals import is_traceable_wrapper_subclass
-from ...relayout import relayout
+from ...runtime.relayout import relayout
 from ...tensor import FP4Tensor
 from ..refusal import Kind, need
 from .specs import Assembly, Piece

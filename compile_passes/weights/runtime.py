@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ...backends.samples import Comparison, Samples
 from ...meta import gradients
 from ...meta.torch_internals import BelowAutograd, is_traceable_wrapper_subclass
-from ...samples import Comparison, Samples
 from ..graph.repeat import Undo
 from .memory import NO_MEMORY, has_memory, leaves_of, states_of, watch
 from .packed import Entry, NoticedWrites, forget_packed, store

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...experts import interleave
+from ...experts.packed import interleave
 from ...meta.formats import FORMATS
 from ...meta.layouts import LAYOUTS, packed_spec
 

@@ -27,7 +27,7 @@ std::string beside_this_library(const std::string& file) {
   return path.substr(0, path.rfind('/') + 1) + file;
 }
 
-// Returns advice about a CUDA error. fp4_ops/cuda_errors.py has the same text.
+// Returns advice about a CUDA error. fp4_ops/runtime/cuda_errors.py has the same text.
 const char* advice(int error) {
   switch (error) {
     case 2:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ..meta.formats import FORMATS
-from ..outside_experts import KEEP, KINDS
+from ..models.outside_experts import KEEP, KINDS
 from ..quantization import METHODS
 from ..quantization.text import add_calibration_arguments, read_windows
 from .convert import quantize_checkpoint

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..devices import usable_device
 from ..meta.formats import FORMATS
-from ..outside_experts import KEEP, Kind, chosen_formats
+from ..models.outside_experts import KEEP, Kind, chosen_formats
 from ..quantization import Method, find_method, quantize_weight
+from ..runtime.devices import usable_device
 from .check import Header, check_loadable
 from .convert_report import ConvertReport
 from .dialects import (

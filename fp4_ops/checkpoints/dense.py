@@ -15,7 +15,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..expert_names import HALVES
+from ..experts.names import HALVES
 from ..quantization.experts import MATRICES, ExpertsModule, experts_modules
 from .dialects import StoredWeight
 from .families import model_class, register_families

@@ -18,13 +18,13 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .. import expert_parallel
-from ..arriving import ArrivingExperts
-from ..find_experts import WHOLE_EXPERTS
+from ..experts.find import WHOLE_EXPERTS
 from ..meta.checks import FLOATING_OR_DOUBLE
 from ..meta.formats import FORMATS, check_activation_choice
-from ..outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
-from ..pack_experts import pack_experts
+from ..models import expert_parallel
+from ..models.arriving import ArrivingExperts
+from ..models.outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
+from ..models.pack_experts import pack_experts
 from .dialects import (
     METHODS,
     Dialect,

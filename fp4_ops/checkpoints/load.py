@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from ..backends import check_activation
 from ..distributed.parts import keep_for_itself, keep_local
-from ..expert_names import HALVES
-from ..experts import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
+from ..experts.names import HALVES
+from ..experts.packed import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
-from ..new_weights import take_new_weights
-from ..outside_experts import untie
-from ..pack_experts import A_FORMATS, choose_implementation
+from ..models.new_weights import take_new_weights
+from ..models.outside_experts import untie
+from ..models.pack_experts import A_FORMATS, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Read, StoredWeight, scale_dtype
 from .files import CheckpointError, Reader, TensorInfo

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from ..arriving import ArrivingExperts
-from ..expert_lists import find_lists
-from ..find_experts import form_of, is_experts
+from ..experts.find import form_of, is_experts
+from ..models.arriving import ArrivingExperts
+from ..models.expert_lists import find_lists
 from .files import CheckpointError
 from .folder import Folder
 

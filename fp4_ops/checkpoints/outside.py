@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..outside_experts import Kind, kind_of
+from ..models.outside_experts import Kind, kind_of
 from .files import CheckpointError
 from .folder import Folder
 from .source import MATRIX

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from ..distributed.parts import Part as Distributed
-from ..expert_names import HALVES, MATRICES
-from ..experts import PackedWeight
-from ..find_experts import Form, Plan, Refusal, form_of, is_experts, plan_of
+from ..experts.find import Form, Plan, Refusal, form_of, is_experts, plan_of
+from ..experts.names import HALVES, MATRICES
+from ..experts.packed import PackedWeight
 from .dialects import StoredWeight
 from .files import INCOMPLETE, OTHER_MODEL, CheckpointError, TensorInfo
 from .shared import shared_experts

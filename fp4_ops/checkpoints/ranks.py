@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..distributed.collectives import Group
 from ..distributed.parts import Part
-from ..pack_experts import check_columns
+from ..models.pack_experts import check_columns
 from .dialects import Codes, StoredWeight
 from .files import CheckpointError, TensorInfo
 from .placement import DensePlacement, ExpertsPlacement, Placement

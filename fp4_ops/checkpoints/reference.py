@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from ..experts import PackedWeight
+from ..experts.packed import PackedWeight
 from ..quantization.evaluation import Stored
 from ..tensor import FP4Tensor
 from .dialects import stored_config

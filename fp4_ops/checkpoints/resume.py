@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..outside_experts import Kind
+from ..models.outside_experts import Kind
 from .files import CheckpointError, read_header, read_json, write_json
 from .folder import Folder
 from .foreign import PROGRESS

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..expert_names import HALVES
-from ..experts import PackedWeight
+from ..experts.names import HALVES
+from ..experts.packed import PackedWeight
 from ..tensor import FP4Tensor
 from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
 from .placement import Target, rules

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..experts import PackedWeight
-from ..find_experts import form_of
+from ..experts.find import form_of
+from ..experts.packed import PackedWeight
 
 
 def shared_experts(model: nn.Module) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cuda_errors
+from ..runtime import cuda_errors
 
 FILE = "_nvlink.so"
 MOST_RANKS, SLOTS, MOST_TOP_K = 16, 2048, 32

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..experts import ExpertsForm
-from ..find_experts import Refusal, find_experts, form_of, is_experts, plan_of
+from ..experts.find import Refusal, find_experts, form_of, is_experts, plan_of
+from ..experts.packed import ExpertsForm
 
 
 @dataclass(frozen=True)

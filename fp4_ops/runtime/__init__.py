@@ -1,1 +1,5 @@
-"""Loads the native runtime, and the fitted and tuned numbers by which it chooses kernels."""
+"""What all backends share.
+
+It loads the libraries and the native runtime. It has the fitted and tuned numbers by which kernels are
+chosen, and the exact results with which they are compared.
+"""

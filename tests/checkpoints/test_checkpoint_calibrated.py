@@ -19,7 +19,7 @@ from torch import Tensor
 import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError, calibrated, quantize_checkpoint, resume
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.quantization import calibrate, quantize_weight
 from fp4_ops.quantization.experts import experts_modules
 from fp4_ops.quantization.text import read_windows

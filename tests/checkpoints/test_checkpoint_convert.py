@@ -20,7 +20,7 @@ from torch import Tensor
 import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError, convert, quantize_checkpoint, resume
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 
 
 @pytest.fixture

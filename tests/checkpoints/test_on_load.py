@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from transformers.quantizers import auto
 
 import fp4_ops
-from fp4_ops.arriving import ArrivingExperts
 from fp4_ops.checkpoints.files import CheckpointError
 from fp4_ops.checkpoints.hf import METHOD, FP4Config
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
+from fp4_ops.models.arriving import ArrivingExperts
 from fp4_ops.tensor import FP4Tensor
 
 

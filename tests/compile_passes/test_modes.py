@@ -14,7 +14,7 @@ from moe_styles import STYLES
 from torch import nn
 
 import fp4_ops
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
 
 ROUNDED = 2e-2
 """Results in 16 bits whose products were rounded in other places."""

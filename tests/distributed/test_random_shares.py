@@ -10,7 +10,7 @@ from processes import outcomes
 
 from fp4_ops.distributed.parts import Part
 from fp4_ops.distributed.shares import own_experts
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():

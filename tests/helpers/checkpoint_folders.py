@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fp4_ops
 from fp4_ops.checkpoints.placement import form_of
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.tensor import FP4Tensor
 
 BF16 = torch.bfloat16

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import fp4_ops  # noqa: F401
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
 
 transformers = __import__("pytest").importorskip("transformers")
 

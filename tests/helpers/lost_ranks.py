@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import fp4_ops
 from fp4_ops.distributed.parts import Part
-from fp4_ops.pack_experts import Quantizer
+from fp4_ops.models.pack_experts import Quantizer
 from fp4_ops.quantization import find_method
 
 PATIENCE = 6

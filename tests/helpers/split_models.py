@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp4_ops
 from fp4_ops.checkpoints.hf import FP4Config
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
 
 
 def prepared(seed: int = 0) -> Any:

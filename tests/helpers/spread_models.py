@@ -25,8 +25,8 @@ from torch import nn
 import fp4_ops
 from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.distributed import workspace
-from fp4_ops.experts import PackedWeight
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
+from fp4_ops.experts.packed import PackedWeight
 
 FAMILIES = sys.argv[3:]
 

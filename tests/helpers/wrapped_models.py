@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4_ops
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 
 PATTERN = sys.argv[2] if len(sys.argv) > 2 else ""
 FAMILY = "gpt_oss"

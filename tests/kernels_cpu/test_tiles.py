@@ -62,7 +62,7 @@ def run(env: dict[str, str], *arguments: str) -> str:
 
 def test_it_is_the_emulated_build(emulated):
     found = run(
-        emulated, "-c", "import fp4_ops; from fp4_ops.library_files import library_path as p; print(p())"
+        emulated, "-c", "import fp4_ops; from fp4_ops.runtime.libraries import library_path as p; print(p())"
     )
     assert Path(found.strip()).is_relative_to(HERE)
 

@@ -6,10 +6,9 @@ import types
 import pytest
 from places import ROOT
 
-from fp4_ops import cuda_errors
 from fp4_ops.backends.launchers import library
 from fp4_ops.distributed import nvlink
-from fp4_ops.runtime import native
+from fp4_ops.runtime import cuda_errors, native
 
 
 def test_cpp_has_the_same_words():

@@ -8,7 +8,7 @@ from development import development
 
 from fp4_ops.backends.hopper import HOPPER
 from fp4_ops.backends.launchers import library, rows
-from fp4_ops.experts import PackedWeight, interleave
+from fp4_ops.experts.packed import PackedWeight, interleave
 from fp4_ops.meta.formats import ACTIVATIONS
 from fp4_ops.meta.layouts import LAYOUTS
 from fp4_ops.runtime import native

@@ -13,8 +13,8 @@ from reference import BLOCK, INT4_FORMATS, fold_int4, random_weight, relative_er
 import fp4_ops
 from fp4_ops.backends.launchers import int4
 from fp4_ops.compile_passes.options import parse
-from fp4_ops.experts import PackedWeight
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
+from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.meta import layouts
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import preferred_layout

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fp4_ops import backends, experts
+from fp4_ops import backends
 from fp4_ops.backends.mma import trust
+from fp4_ops.experts import packed as experts
 from fp4_ops.meta.layouts import preferred_layout
 from fp4_ops.runtime import first_use, native
 

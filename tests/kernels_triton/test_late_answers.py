@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from fp4_ops.runs import library
-from fp4_ops.samples import Samples
+from fp4_ops.backends.samples import Samples
+from fp4_ops.runtime.runs import library
 
 samples = pytest.importorskip("fp4_ops.backends.triton.samples", reason="needs Triton")
 PROGRAMS = 3

@@ -16,7 +16,7 @@ from places import ROOT
 from transformers import AutoModelForCausalLM
 
 import fp4_ops
-from fp4_ops.library_files import libraries
+from fp4_ops.runtime.libraries import libraries
 
 PAGE = (ROOT / "docs/deployment.md").read_text().partition("\n## Without Python\n")[2].partition("\n## ")[0]
 COMMANDS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]

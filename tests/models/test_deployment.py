@@ -12,7 +12,7 @@ from moe_models import Logits, build, tokens
 from torch import nn
 
 import fp4_ops
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import byte_view
 from fp4_ops.tensor import FP4Tensor

@@ -10,7 +10,7 @@ from moe_models import build
 from torch import nn
 
 import fp4_ops
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from moe_models import Block, Recorder, build, fake_quantised, relative_error, t
 from torch import nn
 
 import fp4_ops
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.meta import layouts
 from fp4_ops.runtime import native
 

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4_ops
-from fp4_ops.find_experts import is_experts
-from fp4_ops.gates import apply_gate, gate_gradient
+from fp4_ops.experts.find import is_experts
 from fp4_ops.meta.formats import ACTIVATIONS, known_activation
+from fp4_ops.meta.gates import apply_gate, gate_gradient
 
 
 def error(got: torch.Tensor, want: torch.Tensor, typical: float = 0.0) -> float:
@@ -131,7 +131,7 @@ def test_sixteen_bits(dtype, device):
 
 
 def test_no_more_than_some_experts_are_dequantised_at_a_time(monkeypatch):
-    from fp4_ops import input_gradients
+    from fp4_ops.runtime import input_gradients
 
     w13, w2 = random_weight("nvfp4", 6, 32, 48), random_weight("nvfp4", 6, 48, 16)
     x, ids, weights = torch.randn(9, 48), torch.randint(0, 6, (9, 2)), torch.rand(9, 2)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import fp4_ops
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
 from fp4_ops.tensor import FP4Tensor
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import fp4_ops
 from fp4_ops import backends
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 
 accelerate = pytest.importorskip("accelerate")
 

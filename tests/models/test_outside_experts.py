@@ -10,7 +10,7 @@ from moe_models import build, relative_error, tokens
 from torch import nn
 
 import fp4_ops
-from fp4_ops.outside_experts import KINDS, kind_of
+from fp4_ops.models.outside_experts import KINDS, kind_of
 from fp4_ops.tensor import FP4Tensor
 
 NAMES = {

@@ -15,10 +15,10 @@ from torch import nn
 
 import fp4_ops
 from fp4_ops.backends.hopper import HOPPER
-from fp4_ops.experts import PackedWeight
-from fp4_ops.find_experts import is_experts, recognise_gate
+from fp4_ops.experts.find import is_experts, recognise_gate
+from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.meta import layouts
-from fp4_ops.relayout import relayout
+from fp4_ops.runtime.relayout import relayout
 
 FORMATS = ("nvfp4", "mxfp4", "int4")
 

@@ -13,7 +13,7 @@ from samples import SAMPLES, sample
 from torch import nn
 
 import fp4_ops
-from fp4_ops.find_experts import is_experts
+from fp4_ops.experts.find import is_experts
 
 distributed = pytest.importorskip("torch.distributed")
 if not distributed.is_available() or not distributed.is_gloo_available():

@@ -11,9 +11,10 @@ import reference
 import torch
 from conftest import SEED
 
-from fp4_ops import oracle, selftest
+from fp4_ops import selftest
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, FORMATS
+from fp4_ops.runtime import oracle
 
 ARGUMENTS = argparse.Namespace(seed=SEED)
 ROWS = {"offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked"}

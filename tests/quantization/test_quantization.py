@@ -9,7 +9,7 @@ import reference as ref
 import torch
 
 import fp4_ops
-from fp4_ops.find_experts import find_experts
+from fp4_ops.experts.find import find_experts
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.quantization import METHODS, calibrate, quantize_weight
 from fp4_ops.quantization.experts import MATRICES, Arithmetic, computing, experts_modules

@@ -63,8 +63,23 @@ BACKENDS = {
     "mma": {"base"},
     "triton": {"base"},
     "operators": {"anywhere"},
+    "samples": {"triton"},
 }
 """Rooms of fp4_ops/backends that each room may import: never another backend."""
+
+HOME_ROOMS: dict[str, set[str]] = {
+    "runtime": set(),
+    "backends": {"runtime"},
+    "distributed": {"backends", "runtime"},
+    "experts": {"distributed", "runtime"},
+    "quantization": {"experts", "runtime"},
+    "models": {"backends", "distributed", "experts", "quantization", "runtime"},
+    "checkpoints": {"backends", "distributed", "experts", "models", "quantization", "runtime"},
+    "integrations": {"checkpoints", "experts", "runtime"},
+}
+"""Folders of fp4_ops that each folder may import."""
+TOP = 17
+"""Files at the top of fp4_ops: what users call, and what loads the package. Everything else has a room."""
 
 FOLDERS = {
     "common": {"common"},
@@ -230,6 +245,17 @@ def test_every_backend_is_named():
 @pytest.mark.parametrize("room", BACKENDS)
 def test_backends_never_import_each_other(room):
     assert used_of(HOME / "backends", room, 2) == BACKENDS[room]
+
+
+@pytest.mark.parametrize("room", HOME_ROOMS)
+def test_folders_of_fp4_ops(room):
+    assert used_of(HOME, room, 1) & set(HOME_ROOMS) == HOME_ROOMS[room]
+
+
+def test_every_folder_of_fp4_ops_is_named():
+    folders = {p.parent.name for p in HOME.glob("*/__init__.py") if not p.parent.is_symlink()}
+    assert folders == set(HOME_ROOMS) | {"dev"}
+    assert len(list(HOME.glob("*.py"))) <= TOP
 
 
 def test_rooms_of_fp4_ops_have_no_circle():

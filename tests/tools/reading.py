@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fp4_ops.checkpoints.placement import form_of
-from fp4_ops.experts import PackedWeight
+from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.tensor import FP4Tensor
 
 EXACT = 2.5e-7

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ...meta.torch_internals import without_modes
-from ...oracle import relative_error
 from ...runtime import first_use, native
+from ...runtime.oracle import relative_error
 
 BOUND = 4e-3
 """Bound of the error of bfloat16 results against float64."""

@@ -11,9 +11,8 @@ import functools
 
 import torch
 
-from ... import cuda_errors
 from ...meta.formats import Activation
-from ...runtime import native
+from ...runtime import cuda_errors, native
 from ...runtime.fitted import families
 
 FILE = "_sm90.so"

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import oracle
 from ...meta.formats import FP4_FORMATS
 from ...meta.torch_internals import without_modes
-from ...runtime import first_use, native
+from ...runtime import first_use, native, oracle
 
 LAYOUT = "mma_bf16"
 BOUND = 4e-3

@@ -1,4 +1,4 @@
-"""Compares samples of tensors on a GPU (fp4_ops/samples.py), with one kernel for all runs."""
+"""Compares samples of tensors on a GPU (fp4_ops/backends/samples.py), with one kernel for all runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...meta.torch_internals import current_raw_stream
-from ...runs import RUN, Runs, library
+from ...runtime.runs import RUN, Runs, library
 
 RUNS_A_PROGRAM = 32
 COMPARED = (1 << 40) - 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ...expert_names import HALVES
+from ...experts.names import HALVES
 from ...meta.formats import FORMATS, FP4_FORMATS
 from ..dialects import Codes, Read, StoredWeight
 from ..dialects.fp4 import FP4Dialect

@@ -17,10 +17,10 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ...checkpoints.dialects import Codes
 from ...checkpoints.fold import Folds, join_rows
-from ...experts import auto_a_format, interleave
+from ...experts.packed import auto_a_format, interleave
 from ...meta.formats import ACTIVATIONS, FORMATS, activation_name, known_activation
 from ...meta.layouts import LAYOUTS, byte_view, preferred_layout
-from ...relayout import Operands, relayout
+from ...runtime.relayout import Operands, relayout
 from . import LOG, shards
 from .stored import Entries, Gathered, is_stack
 

@@ -22,7 +22,7 @@ from vllm.model_executor.utils import set_weight_attrs
 
 from ...checkpoints.dialects import Codes
 from ...meta.layouts import preferred_layout
-from ...relayout import relayout
+from ...runtime.relayout import relayout
 from . import shards
 from .stored import Entry, Gathered
 

@@ -14,7 +14,7 @@ from ...checkpoints.dialects import Codes, Dialect, StoredWeight, dialects_of, s
 from ...checkpoints.dialects.fp4 import StackedBlocks
 from ...checkpoints.files import CheckpointError, TensorInfo, tensor_info
 from ...checkpoints.folder import Folder
-from ...expert_names import MATRICES
+from ...experts.names import MATRICES
 from ...meta.formats import FORMATS
 
 VLLM_KEYS = ("total_num_heads", "total_num_kv_heads")

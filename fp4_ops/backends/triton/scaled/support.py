@@ -11,8 +11,8 @@ import torch
 import triton
 
 from ....meta.formats import FORMATS, Format
-from ....oracle import dequantize, relative_error
 from ....runtime import first_use
+from ....runtime.oracle import dequantize, relative_error
 from .. import launch
 from ..tiles import Device, Tile
 

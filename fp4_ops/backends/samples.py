@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .runs import RUN, Comparison, library
+from ..runtime.runs import RUN, Comparison, library
 
 LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 8
 """Least number of runs of a matrix [N, K] and of a stack [E, N, K]. A stack has a run for four matrices."""
@@ -95,7 +95,7 @@ class Samples:
 @functools.cache
 def _on_gpu() -> Any:
     """Returns the module that compares on a GPU. It needs Triton."""
-    from .backends.triton import samples
+    from .triton import samples
 
     return samples
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .library_files import library_path
+from .libraries import library_path
 
 RUN = 64
 """Bytes of one run: a CPU's cache line, or two sectors of a GPU's."""

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .distributed.parts import Part
-from .expert_names import HALVES, MATRICES, NUMBERED
-from .experts import Half, PackedWeight
-from .find_experts import form_of
-from .meta.formats import FORMATS, known_activation
-from .overwrite import LARGEST, Codes, check_memory, check_values
-from .tensor import FP4Tensor
+from ..distributed.parts import Part
+from ..experts.find import form_of
+from ..experts.names import HALVES, MATRICES, NUMBERED
+from ..experts.packed import Half, PackedWeight
+from ..meta.formats import FORMATS, known_activation
+from ..quantization.overwrite import LARGEST, Codes, check_memory, check_values
+from ..tensor import FP4Tensor
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _every_module
 
-from .distributed.parts import Part, local
-from .input_gradients import FrozenExperts
-from .meta.formats import FORMATS, activation_name, known_activation
-from .meta.gradients import call
-from .meta.layouts import LAYOUTS, block_scales, byte_view, packed_spec, preferred_layout, same_bytes
-from .relayout import Operands, relayout
+from ..distributed.parts import Part, local
+from ..meta.formats import FORMATS, activation_name, known_activation
+from ..meta.gradients import call
+from ..meta.layouts import LAYOUTS, block_scales, byte_view, packed_spec, preferred_layout, same_bytes
+from ..runtime.input_gradients import FrozenExperts
+from ..runtime.relayout import Operands, relayout
 
 IMPLEMENTATION = "fp4"
 """Our name among transformers' experts implementations ("eager", "grouped_mm", ...)."""

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import experts
-from .backends import check_activation
-from .distributed.collectives import Group
-from .distributed.division import Division, top_k_of
-from .distributed.parts import Part, keep_for_itself, keep_local
-from .distributed.workspace import MAX_TOKENS
+from ..backends import check_activation
+from ..distributed.collectives import Group
+from ..distributed.division import Division, top_k_of
+from ..distributed.parts import Part, keep_for_itself, keep_local
+from ..distributed.workspace import MAX_TOKENS
+from ..experts import packed as experts
+from ..experts.find import Plan, find_experts, is_experts, logical_shape
+from ..experts.packed import PackedWeight, Recipe, SharedLayout, auto_a_format, interleave
+from ..host_memory import return_freed_memory, use_huge_pages
+from ..meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
+from ..meta.layouts import LAYOUTS, packed_spec, preferred_layout
+from ..quantization import Calibration, Method, find_method, quantize_weight
+from ..quantization.weight import check_calibration, matrices_at_once, threads_of
+from ..runtime.relayout import relayout
 from .expert_lists import find_lists, linears, put, summary
 from .expert_parallel import connect_model
-from .experts import PackedWeight, Recipe, SharedLayout, auto_a_format, interleave
-from .find_experts import Plan, find_experts, is_experts, logical_shape
 from .head_rows import fold_head_rows
-from .host_memory import return_freed_memory, use_huge_pages
-from .meta.formats import ACTIVATION_CHOICES, FORMATS, check_activation_choice, known_activation
-from .meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from .new_weights import take_new_weights
 from .prepare_report import OWN_CODE, PreparedModule, PrepareReport
-from .quantization import Calibration, Method, find_method, quantize_weight
-from .quantization.weight import check_calibration, matrices_at_once, threads_of
-from .relayout import relayout
 
 # The operators' `a_format` for each `activation`. None chooses by device at each run.
 A_FORMATS = {name: None if name == "auto" else a_format for name, a_format in ACTIVATION_CHOICES.items()}

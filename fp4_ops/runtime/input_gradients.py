@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from .gates import apply_gate, gate_gradient
-from .meta import checks
-from .meta.formats import known_activation
+from ..meta import checks
+from ..meta.formats import known_activation
+from ..meta.gates import apply_gate, gate_gradient
 
 DEQUANTIZED_BYTES = 256 * 2**20
 """Most bytes of dequantised weights that exist at one time. One expert may take more."""

@@ -1,4 +1,4 @@
-"""Finds the compiled libraries beside this file that register operators."""
+"""Finds the compiled libraries that register operators. They lie in the folder of the package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 def libraries() -> list[Path]:
     """Lists the libraries in the order to load them. `_C.so` has the schemas."""
-    return sorted(Path(__file__).parent.glob("_C*.so"))
+    return sorted(Path(__file__).parents[1].glob("_C*.so"))
 
 
 def library_path() -> Path | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .meta.formats import FORMATS
-from .meta.layouts import LAYOUTS, same_bytes
+from ..meta.formats import FORMATS
+from ..meta.layouts import LAYOUTS, same_bytes
 
 Operands = tuple[Tensor, Tensor, Tensor | None]
 

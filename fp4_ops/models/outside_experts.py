@@ -13,12 +13,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..experts.find import is_experts
+from ..meta.dtensors import split_over_processes
+from ..meta.formats import FORMATS
+from ..tensor import FP4Tensor
 from .expert_lists import find_lists, put
-from .find_experts import is_experts
-from .meta.dtensors import split_over_processes
-from .meta.formats import FORMATS
 from .prepare_report import OutsideWeights
-from .tensor import FP4Tensor
 
 Kind = Literal["attention", "dense", "head"]
 KINDS: tuple[Kind, ...] = ("attention", "dense", "head")

@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .find_experts import TOO_NARROW, WHOLE_EXPERTS
-from .meta.dtensors import split_over_processes
-from .meta.formats import SMALLEST_SIDE
-from .meta.layouts import preferred_layout
-from .relayout import Operands
-from .tensor import FP4Tensor
-from .zero3 import emptied
+from ..experts.find import TOO_NARROW, WHOLE_EXPERTS
+from ..experts.zero3 import emptied
+from ..meta.dtensors import split_over_processes
+from ..meta.formats import SMALLEST_SIDE
+from ..meta.layouts import preferred_layout
+from ..runtime.relayout import Operands
+from ..tensor import FP4Tensor
 
 NAME = "experts"
 """Name of such a list in models."""

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .distributed.parts import NoPart, Part, local, part_of
-from .experts import ExpertsForm
-from .gates import apply_gate
-from .meta.formats import ACTIVATIONS, SMALLEST_SIDE, Activation, activation_name, known_activation
+from ..distributed.parts import NoPart, Part, local, part_of
+from ..meta.formats import ACTIVATIONS, SMALLEST_SIDE, Activation, activation_name, known_activation
+from ..meta.gates import apply_gate
+from .packed import ExpertsForm
 from .zero3 import emptied
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

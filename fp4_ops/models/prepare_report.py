@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .find_experts import OTHERWISE
+from ..experts.find import OTHERWISE
 
 OWN_CODE = "its own"
 """Value of `gate` for experts that are modules, which keep running their own code."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .experts import deinterleave, interleave
-from .meta.dtensors import split_over_processes
-from .meta.formats import FORMATS
-from .meta.layouts import block_scales, byte_view
-from .quantization import find_method, quantize_weight
-from .quantization.methods import without_calibration
-from .quantization.weight import SOURCE_DTYPES, matrices_at_once
-from .relayout import Operands, relayout
+from ..experts.packed import deinterleave, interleave
+from ..meta.dtensors import split_over_processes
+from ..meta.formats import FORMATS
+from ..meta.layouts import block_scales, byte_view
+from ..runtime.relayout import Operands, relayout
+from . import find_method, quantize_weight
+from .methods import without_calibration
+from .weight import SOURCE_DTYPES, matrices_at_once
 
 LARGEST = 6 * 448
 """The largest magnitude of nvfp4 in units of the global scale: e2m1's largest times e4m3's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from .experts import PackedWeight
+from ..experts.packed import PackedWeight
 
 
 def packed_as_parameters(model: nn.Module) -> int:

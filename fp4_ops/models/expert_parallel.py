@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .distributed.parts import keep_from_ddp
-from .distributed.workspace import MAX_TOKENS, connect
-from .experts import IMPLEMENTATION, PackedWeight, Recipe, run_experts
+from ..distributed.parts import keep_from_ddp
+from ..distributed.workspace import MAX_TOKENS, connect
+from ..experts.packed import IMPLEMENTATION, PackedWeight, Recipe, run_experts
 
 
 def connect_model(model: nn.Module, dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> str:

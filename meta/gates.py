@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .meta.formats import Activation
+from .formats import Activation
 
 _APPROXIMATE = {"gelu": "none", "gelu_tanh": "tanh"}
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .gates import apply_gate
-from .meta.formats import ACTIVATIONS, ELEMENTS, FORMATS, FP4_FORMATS, INT8_BLOCK
-from .meta.layouts import LAYOUTS
+from ..meta.formats import ACTIVATIONS, ELEMENTS, FORMATS, FP4_FORMATS, INT8_BLOCK
+from ..meta.gates import apply_gate
+from ..meta.layouts import LAYOUTS
 
 F64 = torch.float64
 G, N, K, M = 5, 192, 128, 37

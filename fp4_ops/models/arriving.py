@@ -8,22 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .backends import check_activation
+from ..backends import check_activation
+from ..experts.find import Plan, find_experts, logical_shape
+from ..experts.packed import PackedWeight
+from ..host_memory import return_freed_memory
+from ..meta.dtensors import split_over_processes
+from ..meta.formats import known_activation
+from ..meta.layouts import LAYOUTS, preferred_layout
+from ..quantization import find_method
 from .expert_lists import find_lists
-from .experts import PackedWeight
-from .find_experts import Plan, find_experts, logical_shape
-from .host_memory import return_freed_memory
-from .meta.dtensors import split_over_processes
-from .meta.formats import known_activation
-from .meta.layouts import LAYOUTS, preferred_layout
-from .pack_experts import (
-    A_FORMATS,
-    Quantizer,
-    check_finite,
-    choose_implementation,
-    finish_module,
-)
-from .quantization import find_method
+from .pack_experts import A_FORMATS, Quantizer, check_finite, choose_implementation, finish_module
 
 
 class ArrivingExperts:
