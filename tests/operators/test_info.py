@@ -115,8 +115,8 @@ for content in (None, b"not a library"):
 def test_a_missing_library_is_one_readable_line(tmp_path):
     """What a user sees whose wheel was built for another platform, or not built at all."""
     package = tmp_path / "fp4_ops"
-    package.mkdir()
-    for name in ("__init__.py", "_library.py", "library_files.py"):
+    (package / "runtime").mkdir(parents=True)
+    for name in ("__init__.py", "_library.py", "runtime/__init__.py", "runtime/libraries.py"):
         (package / name).write_text((Path(fp4_ops.__file__).parent / name).read_text())
 
     done = subprocess.run(
