@@ -39,10 +39,10 @@ __all__ = [
 _LAZY = {
     "explain": ".compile_passes.explain",
     "decoding_loop": ".generation",
-    "load_checkpoint": ".checkpoints.load_model",
+    "load_checkpoint": ".integrations.transformers.load_model",
     "packed_as_parameters": ".models.sharding",
     "refresh": ".compile_passes.weights.packed",
-    "register_with_transformers": ".checkpoints.hf",
+    "register_with_transformers": ".integrations.transformers.quantizer",
     "rewrite": ".compile_passes.program",
     "update": ".updates",
 }

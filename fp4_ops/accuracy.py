@@ -98,7 +98,7 @@ def _report(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
     """Loads the model with ordinary weights. Also returns the expert weights that are in 4 bits already."""
-    from .checkpoints.reference import load_reference  # which imports transformers
+    from .integrations.transformers.reference import load_reference  # which imports transformers
 
     try:
         model, stored = load_reference(args.model, args.device, torch.bfloat16)

@@ -84,7 +84,7 @@ def prepare(
     )  # fmt: skip
     report.outside = outside.pack()
     if hasattr(model, "save_pretrained") and any(m.calls_moe for m in report.modules):
-        from .checkpoints.hf import attach  # which imports transformers
+        from .integrations.transformers.quantizer import attach  # which imports transformers
 
         attach(model, format, activation, trainable_inputs, batch_invariant)
     return report

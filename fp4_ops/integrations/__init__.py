@@ -1,3 +1,4 @@
-"""Integrations into inference engines, one folder for each. The engine imports its folder; nothing else in
-this package does.
+"""Integrations into other libraries, one folder for each.
+
+vLLM imports its folder. The folder of transformers is imported by the entries that users call.
 """

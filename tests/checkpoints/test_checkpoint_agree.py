@@ -29,7 +29,7 @@ import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError, quantize_checkpoint
 from fp4_ops.checkpoints.families import model_class
-from fp4_ops.checkpoints.reference import load_reference
+from fp4_ops.integrations.transformers.reference import load_reference
 
 
 def samples(dialect: str) -> Callable[[Path], Any]:

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import fp4_ops
 from fp4_ops.__main__ import main
-from fp4_ops.checkpoints import CheckpointError, hf, quantize_checkpoint
+from fp4_ops.checkpoints import CheckpointError, quantize_checkpoint
+from fp4_ops.integrations.transformers import quantizer as hf
 from fp4_ops.tensor import FP4Tensor
 
 INDEX = "model.safetensors.index.json"

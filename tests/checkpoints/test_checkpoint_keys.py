@@ -9,8 +9,9 @@ import pytest
 from checkpoint_folders import HOW, loaded
 from checkpoint_samples import STORED, edit_json, tiny, write_folder
 
-from fp4_ops.checkpoints import CheckpointError, hf
+from fp4_ops.checkpoints import CheckpointError
 from fp4_ops.checkpoints.dialects import dialects_of
+from fp4_ops.integrations.transformers import quantizer as hf
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
-from fp4_ops.checkpoints.hf import registered
+from fp4_ops.integrations.transformers.quantizer import registered
 
 Tensors = dict[str, Tensor]
 ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # AWQ's

@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError
-from fp4_ops.checkpoints.hf import FP4HfQuantizer
 from fp4_ops.checkpoints.placement import form_of
+from fp4_ops.integrations.transformers.quantizer import FP4HfQuantizer
 
 
 @HOW

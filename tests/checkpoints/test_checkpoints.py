@@ -19,8 +19,8 @@ import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
 from fp4_ops.checkpoints.dialects import Codes
 from fp4_ops.checkpoints.fold import Folds, join_rows
-from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts.packed import PackedWeight
+from fp4_ops.integrations.transformers.quantizer import FP4Config
 
 # --- values ---
 

@@ -190,7 +190,7 @@ def test_from_pretrained_reads_experts_packed(tmp_path: Path) -> None:
     from transformers.quantizers import auto
 
     from fp4_ops.checkpoints.gguf import GGUF, gguf_config
-    from fp4_ops.checkpoints.hf import FP4Config
+    from fp4_ops.integrations.transformers.quantizer import FP4Config
 
     if not hasattr(auto.AUTO_QUANTIZER_MAPPING.get("gguf"), "read_header"):
         pytest.skip(f"transformers {transformers.__version__} reads GGUF files itself")

@@ -14,8 +14,8 @@ from transformers.quantizers import auto
 
 import fp4_ops
 from fp4_ops.checkpoints.files import CheckpointError
-from fp4_ops.checkpoints.hf import METHOD, FP4Config
 from fp4_ops.experts.find import is_experts
+from fp4_ops.integrations.transformers.quantizer import METHOD, FP4Config
 from fp4_ops.models.arriving import ArrivingExperts
 from fp4_ops.tensor import FP4Tensor
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 import fp4_ops
 from fp4_ops.checkpoints.convert import quantize_checkpoint
-from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts.packed import PackedWeight
+from fp4_ops.integrations.transformers.quantizer import FP4Config
 
 transformers = pytest.importorskip("transformers")
 WEIGHTS = ("gate_up_proj", "down_proj")

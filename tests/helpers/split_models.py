@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4_ops
-from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts.find import is_experts
+from fp4_ops.integrations.transformers.quantizer import FP4Config
 
 
 def prepared(seed: int = 0) -> Any:

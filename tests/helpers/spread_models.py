@@ -23,10 +23,10 @@ from recorder import fake_quantised, token_errors
 from torch import nn
 
 import fp4_ops
-from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.distributed import workspace
 from fp4_ops.experts.find import is_experts
 from fp4_ops.experts.packed import PackedWeight
+from fp4_ops.integrations.transformers.quantizer import FP4Config
 
 FAMILIES = sys.argv[3:]
 

@@ -8,9 +8,9 @@ from moe_models import build, transformers
 from torch import nn
 
 import fp4_ops
-from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.experts.find import is_experts
 from fp4_ops.experts.packed import PackedWeight
+from fp4_ops.integrations.transformers.quantizer import FP4Config
 from fp4_ops.meta import layouts
 from fp4_ops.tensor import FP4Tensor
 

@@ -115,7 +115,7 @@ def test_formats_that_differ_are_refused(activation, format, instead):
     with pytest.raises(ValueError, match=said):
         Recorder(activation=activation, format=format)
     with pytest.raises(ValueError, match=said):
-        from fp4_ops.checkpoints.hf import FP4Config
+        from fp4_ops.integrations.transformers.quantizer import FP4Config
 
         FP4Config(format, activation)
 

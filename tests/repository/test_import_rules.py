@@ -75,7 +75,7 @@ HOME_ROOMS: dict[str, set[str]] = {
     "quantization": {"experts", "runtime"},
     "models": {"backends", "distributed", "experts", "quantization", "runtime"},
     "checkpoints": {"backends", "distributed", "experts", "models", "quantization", "runtime"},
-    "integrations": {"checkpoints", "experts", "runtime"},
+    "integrations": {"checkpoints", "experts", "models", "quantization", "runtime"},
 }
 """Folders of fp4_ops that each folder may import."""
 TOP = 17
@@ -287,6 +287,8 @@ def test_packages(package):
 
 ENGINES = ("vllm",)
 """Other people's engines, each with a room of its name in fp4_ops/integrations."""
+LOADS_TRANSFORMERS = {HOME / "prepare.py", HOME / "accuracy.py"}
+"""Entries that import fp4_ops/integrations/transformers, when they are called."""
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -301,9 +303,20 @@ def test_only_an_engine_loads_its_room(engine):
                 names.append(str(node.module))
             used = {name.partition(".")[0] for name in names}
             assert inside or engine not in used, f"{path.relative_to(ROOT)} imports {engine}"
-        if not inside:
+        if HOME / "integrations" not in path.parents and path not in LOADS_TRANSFORMERS:
             ours = [m for m in names_imported(path) if m.startswith("fp4_ops.integrations")]
             assert not ours, f"{path.relative_to(ROOT)} imports {ours}"
+
+
+def test_two_entries_load_the_room_of_transformers():
+    """`fp4_ops.load_checkpoint` and its like are looked up by name, on first use."""
+    for path in LOADS_TRANSFORMERS:
+        ours = [m for m in names_imported(path) if m.startswith("fp4_ops.integrations")]
+        assert ours and all(m.startswith("fp4_ops.integrations.transformers.") for m in ours)
+    for room in ("vllm", "transformers"):
+        for path in (HOME / "integrations" / room).glob("*.py"):
+            ours = [m.split(".")[2] for m in names_imported(path) if m.startswith("fp4_ops.integrations.")]
+            assert set(ours) <= {room}
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -21,7 +21,7 @@ from installs import CannotInstall
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
 from fp4_ops.checkpoints.families import model_class
-from fp4_ops.checkpoints.hf import registered
+from fp4_ops.integrations.transformers.quantizer import registered
 
 CASES = [
     pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(maker))

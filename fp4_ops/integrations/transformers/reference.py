@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
-from ..experts.packed import PackedWeight
-from ..quantization.evaluation import Stored
-from ..tensor import FP4Tensor
-from .dialects import stored_config
-from .families import model_class, register_families
-from .hf import registered
+from ...checkpoints.dialects import stored_config
+from ...checkpoints.families import model_class, register_families
+from ...experts.packed import PackedWeight
+from ...quantization.evaluation import Stored
+from ...tensor import FP4Tensor
 from .load_model import load_checkpoint
+from .quantizer import registered
 
 
 def load_reference(

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from ..experts.find import form_of, is_experts
-from ..models.arriving import ArrivingExperts
-from ..models.expert_lists import find_lists
-from .files import CheckpointError
-from .folder import Folder
+from ...checkpoints.files import CheckpointError
+from ...checkpoints.folder import Folder
+from ...experts.find import form_of, is_experts
+from ...models.arriving import ArrivingExperts
+from ...models.expert_lists import find_lists
 
 
 class PackOnLoad(ConversionOps):

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from .dialects import check_four_bits, check_requantize, check_target, dialects_of
-from .families import config_of, model_class
-from .files import CheckpointError, read_json
-from .folder import Folder
-from .gguf import GGUF, dense_of, experts_of, find_gguf, gguf_config
-from .hf import METHOD, register_quantizer
-from .load import check_info
+from ...checkpoints.dialects import check_four_bits, check_requantize, check_target, dialects_of
+from ...checkpoints.families import config_of, model_class
+from ...checkpoints.files import CheckpointError, read_json
+from ...checkpoints.folder import Folder
+from ...checkpoints.gguf import GGUF, dense_of, experts_of, find_gguf, gguf_config
+from ...checkpoints.load import check_info
+from ...checkpoints.source import four_bit_weights, storage
+from .quantizer import METHOD, register_quantizer
 from .shards import any_index
-from .source import four_bit_weights, storage
 
 
 def load_checkpoint(

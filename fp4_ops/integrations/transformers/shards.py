@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import modeling_utils
 
-from .files import read_json
-from .folder import weight_map
+from ...checkpoints.files import read_json
+from ...checkpoints.folder import weight_map
 
 _Found = tuple[list[str], dict[str, Any]]
 
