@@ -35,10 +35,7 @@ STACK = "stack the experts' matrices in one parameter [E, N, K] or [E, K, N]"
 DTYPE = "use float32, bfloat16 or float16: model.to(torch.bfloat16) before it is compiled"
 ONE_DTYPE = "cast all weights of the experts to one dtype"
 DEVICE = "move the model to a CPU or a CUDA GPU: there are no kernels for other devices"
-STATIC_WEIGHTS = (
-    "hold the weight as a parameter or buffer of a module, whose sizes are known, and mark none of them as "
-    "dynamic"
-)
+STATIC_WEIGHTS = "hold the weight as a parameter or buffer of a module, and mark none of its sizes as dynamic"
 EVEN = "pad K to an even number with zeros, in the weight and in the rows that it multiplies"
 ALONG = "quantise the weight along the dimension that its product sums over, or leave this one unquantised"
 ONE_FORMAT = "quantise all experts' weights in one format, or leave all as they were"
@@ -50,22 +47,22 @@ OWN_MATRIX = (
 PRODUCTS_ONLY = "use such a weight in matrix products only: F.linear, x @ w.T, torch.bmm, _grouped_mm"
 FOUR_BITS = "quantise the weight to nvfp4, or to mxfp4 in blocks of 32, or leave it unquantised"
 OTHER_SUBCLASS = NoChange(
-    "what such a tensor holds is not known here; with weights that are ordinary tensors, FP4Tensor, or "
-    "torchao's NVFP4Tensor or MXTensor the graph is rewritten"
+    "fp4_ops does not know the contents of such a tensor. It rewrites graphs whose weights are ordinary "
+    "tensors, FP4Tensor, or torchao's NVFP4Tensor or MXTensor"
 )
 
 DTENSOR = (
-    "read the part that a process has, by to_local(), before anything else is done with the weight, or keep "
-    "the weight whole: in transformers a tp_plan with 'replicate' for embed_tokens and lm_head"
+    "call to_local() on the weight before you use it, to get the part of this process, or keep the weight "
+    "whole: in transformers by a tp_plan with 'replicate' for embed_tokens and lm_head"
 )
 
 NARROW = NoChange(
-    "they keep their accuracy, and cost little to read. Adapters (LoRA) can be merged into the weights "
-    "that they correct before the model is compiled: w + scale * b @ a"
+    "they keep their accuracy, and cost little to read. If they are adapters (LoRA), merge them into the "
+    "weights that they correct before the model is compiled: w + scale * b @ a"
 )
 NO_ROUTER = (
-    "if these are experts, let ids (topk, argmax, one_hot) choose their rows, or a router's scores weight "
-    "their outputs, in the same graph; or put the weight under a path with 'expert' in it: self.experts.w1"
+    "if these are experts, select their rows by ids (topk, argmax, one_hot) in the same graph, or weight "
+    "their outputs by a router's scores. Or give the weight a path with 'expert' in it: self.experts.w1"
 )
 ROUTER = NoChange("with a router in 4 bits tokens would go to other experts than the model chooses")
 
@@ -76,14 +73,14 @@ OFFSETS = (
     "bins=E, min=0, max=E - 1); offs = counts.cumsum(0, dtype=torch.int32)"
 )
 GROUPED = (
-    "multiply rows [S, K] sorted by expert with one weight [E, K, N] and offs=; if each expert has as many "
-    "rows as the others, use torch.bmm"
+    "multiply rows [S, K] sorted by expert with one weight [E, K, N] and offs=. If all experts have the same "
+    "number of rows, use torch.bmm"
 )
 TOKEN_ROWS = (
     "gather the rows by the permutation that sorts the ids: x[perm // k] where ids, perm = "
     "ids.flatten().sort()"
 )
-STATIC_K = "let the number of choices a token has be a Python number, not a dimension marked as dynamic"
+STATIC_K = "give the number of choices for each token as a Python number, not as a dynamic dimension"
 RESTORE = "put the rows back by the inverse permutation, y[perm.argsort()], and sum .view(T, k, H) over dim 1"
 SORTED_WEIGHTS = "scale sorted rows by weights.flatten()[perm], or scale them once they are in token order"
 GATHERED = "gather one weight for each row by its expert id: torch.bmm(weight[ids], rows.unsqueeze(-1))"
@@ -92,12 +89,12 @@ REPEATED = "repeat each token k times in a row, x.repeat_interleave(k, 0), in th
 # --- a whole block ---
 
 SAME_ROUTE = "route gate/up and down by the same ids: one permutation and the same offsets for both products"
-AS_MANY = "give gate/up and down as many experts"
+AS_MANY = "give gate/up and down the same number of experts"
 ACTIVATION = (
-    "for one fp4::moe: one of "
+    "to get one fp4::moe, use one of these activations: "
     + ", ".join(ACTIVATIONS)
-    + " (meta/formats.py), over gate and up in the order "
-    "that its formula says; with any other the products are in 4 bits, too, each as an operator of its own"
+    + ". Their formulas are in meta/formats.py; gate and up must have the places that they have there. With "
+    "any other activation, each product becomes an operator in 4 bits of its own"
 )
 BETWEEN = "put nothing but the activation, and each row's own bias[ids], between the two products"
 ROW_BIAS = (
@@ -105,23 +102,23 @@ ROW_BIAS = (
 )
 UNREAD = "let nothing outside of the block read what is between its steps: return only the block's output"
 SUM_CHOICES = (
-    "let a token's k rows follow each other, x.repeat_interleave(k, 0) for ids.flatten(), and sum over "
-    "these, all columns: rows.view(T, k, H).sum(1)"
+    "put a token's k rows one after the other, x.repeat_interleave(k, 0) for ids.flatten(), and sum these k "
+    "rows in all columns: rows.view(T, k, H).sum(1)"
 )
 
 # --- experts in index notation ---
 
 STEPS = (
-    "write this step by simpler ones: matrix products, + and *, indexing, torch.where, index_add, "
-    "index_put, scatter of sums, views; or do it before or after the experts"
+    "write this step with simpler operators: matrix products, + and *, indexing, torch.where, index_add, "
+    "index_put, scatter that adds, views. Or move the step before or after the experts"
 )
 ADD_ROWS = (
     "add each expert's rows with out.index_add_(0, token, y): out[token] += y adds one row where token names "
     "a row twice, and out[token] = y forgets what other experts wrote"
 )
 PUT_ROWS = (
-    "choose the rows by ids that name one expert for each row, out[ids == e] = y: then rows without an "
-    "expert keep what they had; where a token has several experts, add their rows to zeros: "
+    "if each row has one expert, select the rows by the ids, out[ids == e] = y: rows without an expert then "
+    "keep their values. If a token has several experts, add their rows to zeros: "
     "torch.zeros_like(x).index_add_(0, token, y)"
 )
 PUT_BACK = (
@@ -129,14 +126,14 @@ PUT_BACK = (
     "out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])"
 )
 SAME_TOKENS = (
-    "say at the start of forward that ids and weights have a row for each row of x: "
+    "state at the start of forward that ids and weights have one row for each row of x: "
     "torch._check(ids.shape[0] == x.shape[0]), or compile the router together with the experts"
 )
 SPLIT = (
-    "cut rows that are sorted by topk's ids by how many of these each expert has: counts = "
+    "sort the rows by the ids that topk chose, and split them by the number of rows of each expert: counts = "
     "torch.bincount(ids.flatten(), minlength=E); perm = ids.flatten().argsort(); x[perm // "
-    "k].split(counts.tolist()); join the outputs in that order, scale them by weights.flatten()[perm], and "
-    "out.index_add(0, perm // k, y)"
+    "k].split(counts.tolist()). Join the outputs in that order, scale them by weights.flatten()[perm], and "
+    "add them up with out.index_add(0, perm // k, y)"
 )
 FFN = (
     "write an expert as down(act(gate(x)) * up(x)) or down(act(up(x))); for one product alone stack the "
@@ -155,13 +152,14 @@ ONE_LAYER = (
     "weights and gather them by ids: torch.bmm(w[ids], rows.unsqueeze(-1))"
 )
 AFTER_EXPERTS = (
-    "do it after the experts' outputs are added up; before that an output may go through a function of each "
-    "element (relu, tanh), or be scaled by a vector [H], by one number a row, or by the root of its own mean "
-    "square over the whole row (F.rms_norm)"
+    "do it after the experts' outputs are added up. Before that, these are allowed: a function of each "
+    "element (relu, tanh), a vector [H] or one number for each row as a factor, and F.rms_norm over the "
+    "whole row"
 )
 BATCH_ROWS = (
-    "if each expert takes as many tokens: gather them as rows [E, C, H] and multiply by the stacked "
-    "weights, torch.bmm(rows, w); otherwise none: only choices that tokens make are proved"
+    "if every expert takes the same number of tokens, C, gather them as rows [E, C, H] and multiply these by "
+    "the stacked weights: torch.bmm(rows, w). Otherwise no change helps: the proof only covers experts that "
+    "tokens choose, not tokens that experts choose"
 )
 HIDDEN_LAST = "let the experts' output end in its hidden dimension: [..., H]"
 FLATTEN = "flatten the tokens before the experts, x.view(-1, H), so that one dimension is dynamic"
@@ -175,7 +173,7 @@ IN_THE_GRAPH = (
     "chose, then rows.split(counts.tolist()); or loop over all experts, token, slot = torch.where(ids == e)"
 )
 ALL_TOGETHER = "add all experts' outputs up in one sum before anything else reads them"
-ONE_SUM_EACH = "add up each block's experts by themselves, and then the blocks' outputs: out = a(x) + b(x)"
+ONE_SUM_EACH = "add up the experts of each block first, and then the outputs of the blocks: out = a(x) + b(x)"
 THREE_LAYERS = (
     "pass options={'linear': True}, with which each nn.Linear is in 4 bits by itself; one operator has two "
     "layers, gate/up and down"
@@ -209,7 +207,7 @@ ROW_BY_TOKEN = (
     "scores[token, ids[token]]"
 )
 SCALE_LATER = "scale the sum of all experts' outputs by it: out * scale[task]"
-OVER_CHOICES = "sum an expert's rows over a token's choices only"
+OVER_CHOICES = "sum an expert's rows only over the choices of one token"
 INDEX_WEIGHTS = "index the weights once, by the expert's id in their first dimension: w[ids]"
 EXPERTS_AXIS = "stack the experts along one dimension of the weights, and sum over that"
 BETWEEN_PRODUCTS = (
@@ -218,25 +216,26 @@ BETWEEN_PRODUCTS = (
     "(torch.nn.utils.fusion.fuse_linear_bn_eval)"
 )
 TWO_PRODUCTS = (
-    "compute the activation of one or two products of x, up or gate and up; what a product is corrected by "
-    "(LoRA) can be merged into its weight: w + scale * b @ a"
+    "compute the activation from one product of x (up), or from two (gate and up). If a product has a "
+    "correction (LoRA), merge the correction into the weight: w + scale * b @ a"
 )
-ROWS_OF_X = "give gate and up the token's whole row, x[token]; what scales it may be one number a row"
-SAME_SHAPE = "give gate and up as many rows"
+ROWS_OF_X = "give gate and up the token's whole row, x[token]. One number for each row may scale it"
+SAME_SHAPE = "give gate and up the same number of rows"
 CONSECUTIVE = (
     "loop over all experts from the first to the last; those that should not run get no rows by ids = "
     "torch.where(ids == e, E, ids) before the loop"
 )
 ONCE_EACH = (
-    "run each expert once, for its own id; what it should count for goes into its rows' routing weights"
+    "run each expert once, for its own id. Put the weight that its output should have into the routing "
+    "weights"
 )
 ALL_CHOICES = "run every expert for each of a token's k choices, or mask all at once: torch.where(ids == e)"
 SAME_WEIGHTS = "let expert e have the same weights for each choice"
 ROW_A_TOKEN = "give the experts one row of x for each token, and one row of ids"
 IDS_SHAPE = "use ids [T, k], or one id for each row of the output"
 OUTPUT_SCALE = (
-    "scale an expert's output by a vector [H], by one number a row, or by the root of its own mean square "
-    "over the whole row (F.rms_norm); what is the same for all experts can scale their sum; otherwise none"
+    "scale an expert's output by a vector [H], by one number for each row, or with F.rms_norm over the whole "
+    "row. A factor that is the same for all experts can scale their sum instead. No change helps for others"
 )
 ROUTING_FIRST = (
     "compute ids and weights, [T, k] each, before the experts, and index them by token and slot only"
@@ -247,32 +246,33 @@ ALL_BIASES = "give all experts a bias, zeros where there is none"
 
 SAME_X = "let all experts read rows of the same x"
 SCALE_BY_EXPERT = (
-    "scale all experts' inputs alike; a number of each expert's own can be looked up by id, scale[ids]"
+    "scale all experts' inputs in the same way. If each expert has its own factor, look it up by id: "
+    "scale[ids]"
 )
 SAME_ACTIVATION = NoChange(
     "experts with different activations compute different functions, and one operator has one"
 )
 SAME_SHAPES = (
-    "pad the smaller experts with zeros: rows of gate and up, columns of down. The outputs stay the same "
-    "if the activation of zeros is zero; otherwise none: one operator has experts of one shape"
+    "pad the smaller experts with zeros: rows of gate and up, columns of down. The outputs stay the same if "
+    "the activation of zero is zero. If it is not, no change helps: one operator has experts of one shape"
 )
 SAME_IDS = "compare the same ids with each expert's number, ids == e"
-SAME_CHOICES = "treat the choices of a token alike in all experts"
+SAME_CHOICES = "use the choices of a token in the same way in all experts"
 WEIGHT_BY_EXPERT = (
-    "put what differs into the routing weights before the experts, weights * scale[ids], or into the "
-    "expert's down weight"
+    "multiply the factor that differs between experts into the routing weights before the experts, "
+    "weights * scale[ids], or into each expert's down weight"
 )
 SAME_AFTER = (
-    "change all experts' outputs alike: with one norm, one eps, one gain; norm a row over its own values; "
-    "none if each expert must have its own"
+    "change all experts' outputs in the same way: the same norm, with one eps and one gain, over the values "
+    "of one row. If each expert needs a norm of its own, no change helps"
 )
 
 # --- whole graphs ---
 
 EVERY_USE = (
-    "for one fp4::moe let each use run the experts by itself (call them again for each gate), and read no "
-    "expert's output but for the weighted sum; or call fp4_ops.prepare(model) where its experts are of "
-    "transformers' kind"
+    "to get one fp4::moe, call the experts again for each use of their outputs (for each gate), and use an "
+    "expert's output in the weighted sum only. If they are experts of a transformers model, "
+    "fp4_ops.prepare(model) works, too"
 )
 NOT_GATHERED = NoChange(
     "it would be packed at each call. For inference leave the experts out of the sharding, or load the "
@@ -303,8 +303,8 @@ NO_RESIZE = "do not change an input's shape or strides in place: return a view o
 OWN_MEMORY = "clone one of the two, so that what the graph writes to has memory of its own"
 PURE = "return new values instead of writing them to buffers or inputs (a cache, a counter)"
 STACK_DEPTH = (
-    "call the compiled model for the first time where fewer calls are nested, or raise "
-    "sys.setrecursionlimit: Python's stack was full"
+    "Python's stack was full. Make the first call of the compiled model from code that is less deeply "
+    "nested, or raise the limit with sys.setrecursionlimit"
 )
 FAULT = NoChange(
     "this is a fault of fp4_ops, please report it with the model; the log at level DEBUG has the traceback"
@@ -312,15 +312,15 @@ FAULT = NoChange(
 
 # --- branches and loops that skip experts without rows ---
 
-ALL_RUN = "let what is skipped only compute rows and add them up"
-COUNT_TOKENS = "ask for the number of tokens instead: it is known without the data"
+ALL_RUN = "in the code that is skipped, only compute rows and add them up"
+COUNT_TOKENS = "test the number of tokens instead: it is known without the data"
 
 
 def elsewhere(name: str) -> str:
-    return f"compute {name} outside of what is skipped"
+    return f"compute {name} outside of the code that is skipped"
 
 
 NO_RANDOM = "draw the random numbers before the loop"
 NO_SHAPES = "make a view instead of changing the shape in place"
 OWN_TENSOR = "write to the experts' output by index only: out.index_add_(0, token, rows)"
-SIZES = "take the rows by torch.where(ids == e), and no other sizes from the data"
+SIZES = "select the rows by torch.where(ids == e), and take no other sizes from the data"

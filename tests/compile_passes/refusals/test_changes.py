@@ -425,7 +425,7 @@ FURTHER = {
         ThirdProduct,
         Steps,
         "between the two products of an expert is no activation",
-        "one or two products of x",
+        "from one product of x (up), or from two",
     ),
     "linear": (LinearExperts, LinearExpertsGathered, "4 experts are one linear layer", "torch.bmm(w[ids]"),
     "float64": (Steps, nn.Module.float, "experts that compute in torch.float64", "model.to(torch.bfloat16)"),

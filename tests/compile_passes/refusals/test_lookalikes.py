@@ -61,7 +61,7 @@ class OneReadsAnotherInput(Loop):
         return x.roll(1, 0)[token] if e == 2 else x[token]
 
 
-@lookalike("if e == 2 else x[token]`) of an expert's rows", "write this step by simpler ones")
+@lookalike("if e == 2 else x[token]`) of an expert's rows", "write this step with simpler operators")
 class OneReadsTwiceItsInput(Loop):
     def rows(self, x, token, e):
         return x[token] * x[token].new_ones(token.shape[0], 1) if e == 2 else x[token]
@@ -389,13 +389,13 @@ class NormedDenseLoop(NormedLoop):
         return sum(self.normed(expert(x), e) * full[:, e, None] for e, expert in enumerate(self.list))
 
 
-@lookalike("change their outputs differently", "norm a row over its own values")
+@lookalike("change their outputs differently", "over the values of one row")
 class NormOverTheRowsOfAnExpert(NormedLoop):
     def normed(self, y, e):
         return norm(y, y, dim=0)
 
 
-@lookalike("an expert's output is scaled by", "otherwise none")
+@lookalike("an expert's output is scaled by", "No change helps for others")
 class NormOverAllTokens(NormedDenseLoop):
     def normed(self, y, e):
         return norm(y, y, dim=0)
@@ -407,7 +407,7 @@ class NormOverHalfARow(NormedLoop):
         return norm(y, y[:, : self.H // 2])
 
 
-@lookalike("an expert's output is scaled by", "its own mean square")
+@lookalike("an expert's output is scaled by", "F.rms_norm over the whole row")
 class NormOfAnotherExpert(NormedDenseLoop):
     def experts_of(self, x, ids, weights):
         full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)
@@ -415,13 +415,13 @@ class NormOfAnotherExpert(NormedDenseLoop):
         return sum(norm(ys[e], ys[e - 1]) * full[:, e, None] for e in range(self.E))
 
 
-@lookalike("change their outputs differently", "alike")
+@lookalike("change their outputs differently", "in the same way")
 class NormOfOneExpert(NormedLoop):
     def normed(self, y, e):
         return super().normed(y, e) if e == 2 else y
 
 
-@lookalike("change their outputs differently", "none if each expert must have its own")
+@lookalike("change their outputs differently", "If each expert needs a norm of its own")
 class NormWithAGainOfItsOwn(NormedLoop):
     def build(self):
         super().build()
@@ -443,7 +443,7 @@ class NormAndABias(NormedLoop):
         return norm(y, y) + self.gain
 
 
-@lookalike("an expert's output is scaled by", "its own mean square")
+@lookalike("an expert's output is scaled by", "F.rms_norm over the whole row")
 class NormOfWeightedRows(NormedLoop):
     def experts_of(self, x, ids, weights):
         full = torch.zeros(x.shape[0], self.E).scatter(1, ids, weights)

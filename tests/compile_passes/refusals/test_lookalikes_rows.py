@@ -84,7 +84,7 @@ class RowsOfSomeExpertsPutOverInputs(RowsPutOverInputs):
         return super().steps()[:-1]
 
 
-@lookalike("which is not zeros", "one expert for each row")
+@lookalike("which is not zeros", "if each row has one expert")
 class RowsPutOverOtherExperts(RowsPutOverInputs):
     """A token has two experts, of which the later one is put over the other."""
 
@@ -92,13 +92,13 @@ class RowsPutOverOtherExperts(RowsPutOverInputs):
         return (F.one_hot(ids, self.E) + F.one_hot((ids + 1) % self.E, self.E)).bool()
 
 
-@lookalike("which is not zeros", "one expert for each row")
+@lookalike("which is not zeros", "if each row has one expert")
 class RowsPutOverTheSameExpert(RowsPutOverInputs):
     def steps(self):
         return [*super().steps(), (0, self.list[1])]
 
 
-@lookalike("which is not zeros", "one expert for each row")
+@lookalike("which is not zeros", "if each row has one expert")
 class RowsPutUpToACapacityEach(RowsPutOverInputs):
     def chosen(self, ids):
         one_hot = F.one_hot(ids, self.E)
@@ -151,7 +151,7 @@ class MaskedSlicesFromTheLast(OneMaskedSlice):
         return super().steps()[::-1]
 
 
-@lookalike("which is not zeros", "one expert for each row")
+@lookalike("which is not zeros", "if each row has one expert")
 class SlicesThatKeepTheirInputs(OneMaskedSlice):
     """Rows that an expert does not have stay x, and are added up."""
 
@@ -175,7 +175,7 @@ class OneMaskedSliceIsLeft(OneMaskedSlice):
         return super().steps()[:-1]
 
 
-@lookalike("which is not zeros", "one expert for each row")
+@lookalike("which is not zeros", "if each row has one expert")
 class MaskedSlicesOfOtherRows(OneMaskedSlice):
     """The rows written are not those that the mask of the buffer left."""
 
@@ -234,31 +234,31 @@ class SplitsAsTheyAre(Splits):
     pass
 
 
-@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "split them by the number of rows of each expert")
 class SplitsOfOtherIds(Splits):
     def counts(self, ids):
         return F.one_hot((ids.view(-1) + 1) % self.E, self.E).sum(0)
 
 
-@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "split them by the number of rows of each expert")
 class SplitsOfCountsInAnotherOrder(Splits):
     def counts(self, ids):
         return super().counts(ids).roll(1, 0)
 
 
-@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "split them by the number of rows of each expert")
 class SplitsOfUnsortedRows(Splits):
     def order(self, ids):
         return super().order(ids).flip(0)
 
 
-@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "split them by the number of rows of each expert")
 class SplitsOfDescendingRows(Splits):
     def order(self, ids):
         return ids.view(-1).argsort(descending=True)
 
 
-@lookalike(".tolist())`) of an expert's rows", "by how many of these each expert has")
+@lookalike(".tolist())`) of an expert's rows", "split them by the number of rows of each expert")
 class SplitsOfRowsSortedByAnother(Splits):
     def order(self, ids):
         return ids.flip(1).reshape(-1).argsort()
