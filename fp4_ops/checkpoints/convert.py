@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,25 +20,20 @@ import torch
 from torch import Tensor
 
 from ..meta.formats import FORMATS
-from ..models.outside_experts import KEEP, Kind, chosen_formats
+from ..models.outside_experts import KEEP, chosen_formats
 from ..quantization import Method, find_method, quantize_weight
 from ..runtime.devices import usable_device
-from .check import Header, check_loadable
+from .check import check_loadable
+from .convert_plan import Plan, Unit
 from .convert_report import ConvertReport
 from .dialects import (
-    EXPERTS_TARGET,
     Codes,
-    Dialect,
     StoredWeight,
-    describe,
     dialects_of,
     encode,
-    writing_dialect,
 )
 from .files import (
     CHUNK,
-    DAMAGED,
-    INCOMPLETE,
     CheckpointError,
     Reader,
     TensorInfo,
@@ -49,223 +43,17 @@ from .files import (
     write_json,
 )
 from .folder import Folder
-from .outside import find_outside, is_linear
 from .progress import progress_bar
 from .resume import Progress
-from .source import MATRIX, PARTNER, eight_bits, stack_of
 
 if TYPE_CHECKING:
     from .calibrated import CalibratedLayers
 
-SOURCE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 IN_FLIGHT = 64 << 20
 """The most bytes that are read ahead of the quantiser, and the most that wait to be written."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Endings of files that hold weights or list them. These are not copied."""
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A step of the work: what is read, and the resulting tensors."""
-
-    reads: list[tuple[TensorInfo, ...]]
-    """Each entry is one matrix [N, K], or two that are quantised as one [gate; up]."""
-    names: list[str]
-    """The resulting weights: one, or gate and up, or one of these and "" for the other, which another file
-    has. Empty: `reads` is one tensor, copied as it is."""
-    outputs: list[Header]
-    dialect: Dialect | None = None
-    """How the result is stored; None for tensors that are not quantised."""
-    transposed: bool = False
-    """The matrices are stored [K, N]."""
-    dequantized: bool = False
-    """True if it is in 8 bits and is written in the model's dtype instead of copied."""
-    rounded: bool = False
-    """True if it is rounded, whatever the experts' method is: a linear layer outside the experts."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read from this step's own source file, without a partner's in another file."""
-        if self.names and not all(self.names):
-            return self.reads[0][self.names.index("") ^ 1].nbytes
-        return sum(info.nbytes for read in self.reads for info in read)
-
-
-class Plan:
-    """Plan of the files that `quantize_checkpoint` writes, made from the source's headers alone."""
-
-    def __init__(self, folder: Folder, format: str, kinds: Mapping[Kind, str]) -> None:
-        """kinds: the linear layers outside the experts that are quantised, too, with their formats."""
-        self.folder, self.format = folder, format
-        tensors = folder.tensors
-        for info in tensors.values():
-            if info.foreign:
-                raise CheckpointError(
-                    f"fp4: {info} has dtype {info.foreign}, which cannot be copied. Quantise the original "
-                    "weights"
-                )
-        self.eight = eight_bits(folder)
-        """The source's weights in 8 bits, by the tensor of their codes. They are dequantised on the way."""
-        self._scales = {
-            w.name + s for w in self.eight.values() for s in w.dialect.suffixes if s != w.dialect.packed
-        }
-        name = folder.config.get("dtype") or folder.config.get("torch_dtype") or "bfloat16"
-        self.dtype = getattr(torch, str(name).removeprefix("torch."), torch.bfloat16)
-        """The dtype for weights in 8 bits that do not belong to experts."""
-        places = {place: n for n, info in tensors.items() if (place := stack_of(info)) is not None}
-        self.stacks = {n: self._is_transposed(owner, places) for (owner, _), n in places.items()}
-        """For each stack, whether it is [E, K, N]."""
-        singles = [n for n in tensors if MATRIX.match(n)]
-        self.gated = any(MATRIX.sub(r"\2", n) in ("gate_proj", "w1") for n in singles)
-        if not singles and not self.stacks:
-            other = next((n for n in tensors if "expert" in n), None)
-            family = folder.config.get("model_type") or "model of no known type"
-            raise CheckpointError(
-                f"fp4: {folder.path}, a {family}, has no expert weights (...experts.N.gate_proj.weight and "
-                "the like, or ...experts.gate_up_proj)"
-                + f", which {other} is none of"
-                * bool(other)
-                + ": nothing was written. If it is a Mixture of Experts, load it and compile it with "
-                "torch.compile(model, backend='fp4')"
-            )
-        self.outside = find_outside(folder, kinds)
-        k: dict[str, set[int]] = {}
-        for name, own in [*((n, format) for n in (*singles, *self.stacks)), *self.outside.items()]:
-            k.setdefault(own, set()).add(self._check(tensors[name], own))
-        self.dialects = {
-            own: writing_dialect(own, folder.config.get("model_type"), sizes, not self.outside)
-            for own, sizes in k.items()
-        }
-        """The dialect of each format of the result. The experts' is the first."""
-        self.dialect = self.dialects[format]
-        if self.dialect.stacked and singles:
-            raise CheckpointError(
-                f"fp4: {folder.path} has expert weights both stacked and one by one; all must be stored "
-                "one way"
-            )
-        self.weights = (*singles, *self.stacks)
-        """The tensors that hold experts' weights."""
-        self.matrices = len(singles) + sum(tensors[n].shape[0] for n in self.stacks)
-
-    def _is_transposed(self, owner: str, places: dict[tuple[str, str], str]) -> bool:
-        """Returns whether the stacks are [E, K, N], judged by the sizes of gate_up (or up alone) and down."""
-        names = [places.get((owner, part)) for part in ("gate_up_proj", "up_proj", "down_proj")]
-        parts, up, down = 2 if names[0] else 1, names[0] or names[1], names[2]
-        if up is None or down is None:
-            one = self.folder.tensors[up or down or ""]
-            raise CheckpointError(
-                f"fp4: {one} has no counterpart (gate_up_proj or up_proj, down_proj) beside it. {INCOMPLETE}"
-            )
-        first, second = self.folder.tensors[up], self.folder.tensors[down]
-        (e, a, b), (e2, c, d) = first.shape, second.shape
-        if e == e2 and (a, b) == (parts * d, c):
-            return False
-        if e == e2 and (b, a) == (parts * c, d):
-            return True
-        raise CheckpointError(
-            f"fp4: {first} {list(first.shape)} does not fit {second.name} {list(second.shape)}"
-        )
-
-    def _check(self, info: TensorInfo, format: str) -> int:
-        """Checks a weight that is to be in `format` and returns its K."""
-        if info.dtype not in SOURCE_DTYPES and info.name not in self.eight:
-            raise CheckpointError(
-                f"fp4: {info} is {info.dtype}; it must be bfloat16, float16 or float32. Quantise the "
-                "original weights"
-            )
-        if len(info.shape) != (3 if info.name in self.stacks else 2):
-            raise CheckpointError(f"fp4: {info} has shape {list(info.shape)}; it must be [N, K]")
-        k = info.shape[-2 if self.stacks.get(info.name) else -1]
-        if k % (block := FORMATS[format].block):
-            raise CheckpointError(
-                f"fp4: {info} has K = {k}; {format} files need a multiple of {block}. Use another format"
-            )
-        self._partner(info)
-        return k
-
-    def _partner(self, info: TensorInfo) -> TensorInfo | None:
-        """Returns the up matrix of a gate, or the gate of an up."""
-        match = MATRIX.match(info.name)
-        if match is None or match[2] not in PARTNER:
-            return None
-        if not self.gated:  # an up without a gate
-            return None
-        name = f"{match[1]}{PARTNER[match[2]]}.weight"
-        partner = self.folder.tensors.get(name)
-        if partner is None:
-            raise CheckpointError(f"fp4: {info} has no {name} beside it. {INCOMPLETE}")
-        if partner.shape != info.shape or partner.dtype != info.dtype:
-            raise CheckpointError(
-                f"fp4: {info} and {name} differ in shape or dtype; they must be alike. {DAMAGED}"
-            )
-        return partner
-
-    @property
-    def stored(self) -> dict[str, Any]:
-        """The `quantization_config` of the result."""
-        targets: dict[str, list[str]] = {self.format: [EXPERTS_TARGET]}
-        for name, format in self.outside.items():
-            targets.setdefault(format, []).append(name.removesuffix(".weight"))
-        groups = [(self.dialects[format], names) for format, names in targets.items()]
-        linears = (n for n in self.folder.tensors if is_linear(self.folder, n) and n not in self.outside)
-        return describe(groups, sorted(n.removesuffix(".weight") for n in linears))
-
-    def layers(self, file: Path, calibrated: CalibratedLayers) -> set[int]:
-        """Returns the layers that must be done before the result of a source file can be written."""
-        reads = (read[0].name for unit in self.units(file) if unit.names for read in unit.reads)
-        return {calibrated.layer(name) for name in reads if name in calibrated}
-
-    def units(self, file: Path) -> Iterator[Unit]:
-        """Yields the work for one source file, in the order in which its result is written."""
-        taken: set[str] = set()
-        for info in self.folder.of_file(file):
-            if info.name in taken or info.name in self._scales:
-                continue
-            if info.name in self.stacks:
-                yield from self._stack(info)
-            elif MATRIX.match(info.name):
-                partner = self._partner(info)
-                pair = [info, partner] if partner else [info]
-                pair.sort(key=lambda t: t.name.endswith((".up_proj.weight", ".w3.weight")))
-                taken.update(t.name for t in pair)
-                names = [t.name.removesuffix(".weight") if t.file == file else "" for t in pair]
-                outputs = [o for name in names if name for o in _outputs(name, info.shape, self.dialect)]
-                yield Unit([tuple(pair)], names, outputs, self.dialect)
-            elif info.name in self.outside:
-                name = info.name.removesuffix(".weight")
-                own = self.dialects[self.outside[info.name]]
-                yield Unit([(info,)], [name], _outputs(name, info.shape, own), own, rounded=True)
-            elif info.name in self.eight:
-                yield Unit([(info,)], [], [(info.name, self.dtype, info.shape)], dequantized=True)
-            else:
-                yield Unit([(info,)], [], [(info.name, info.dtype, info.shape)])
-
-    def _stack(self, info: TensorInfo) -> Iterator[Unit]:
-        e, a, b = info.shape
-        transposed = self.stacks[info.name]
-        shape = (b, a) if transposed else (a, b)
-        rows: list[tuple[TensorInfo, ...]] = [(info.row(i),) for i in range(e)]
-        if self.dialect.stacked:
-            outputs = _outputs(info.name, (e, *shape), self.dialect)
-            yield Unit(rows, [info.name], outputs, self.dialect, transposed)
-            return
-        place = stack_of(info)
-        assert place is not None
-        for i, row in enumerate(rows):
-            name = f"{place[0]}.{i}.{place[1]}"
-            yield Unit([row], [name], _outputs(name, shape, self.dialect), self.dialect, transposed)
-
-
-def _outputs(name: str, shape: tuple[int, ...], dialect: Dialect) -> list[Header]:
-    """Returns the headers of a weight's tensors in a dialect."""
-    *rows, k = shape
-    format = FORMATS[dialect.format]
-    with torch.device("meta"):
-        packed = torch.empty((*rows, k // 2), dtype=torch.uint8)
-        block_scale = torch.empty((*rows, format.num_blocks(k)), dtype=format.scale_dtype)
-    codes = Codes(packed, block_scale, torch.ones(()) if format.has_global_scale else None)
-    return [(key, t.dtype, tuple(t.shape)) for key, t in encode(name, codes, dialect).items()]
 
 
 def quantize_checkpoint(
