@@ -99,7 +99,7 @@ def test_what_skips_experts_and_stays_is_told_with_the_change_that_helps(style, 
         assert "for line " in told and "branching" in told
     (hint,) = report.hints
     assert "test_explain_cli.py" in hint and drop in hint, hint
-    assert "Change: compute `busy` outside of what is skipped." in hint, hint
+    assert "Change: compute `busy` outside of the code that is skipped." in hint, hint
     assert f" stays {stays}: `busy`, which is read later, changes" in hint, hint
 
 

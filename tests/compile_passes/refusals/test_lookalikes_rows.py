@@ -264,7 +264,7 @@ class SplitsOfRowsSortedByAnother(Splits):
         return ids.flip(1).reshape(-1).argsort()
 
 
-@lookalike("torch.cat([*parts[1:], parts[0]])`) of an expert's rows", "join the outputs in that order")
+@lookalike("torch.cat([*parts[1:], parts[0]])`) of an expert's rows", "Join the outputs in that order")
 class SplitsJoinedInAnotherOrder(Splits):
     def joined(self, parts):
         return torch.cat([*parts[1:], parts[0]])
@@ -301,7 +301,7 @@ class Buffers(Slices):
         return self.joined([self.scaled(ex(self.taken(buffer, e)), e) for e, ex in enumerate(self.list)])
 
 
-@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+@lookalike("of slice 3 of a buffer", "Join the outputs in that order")
 class SlicesInReverse(Buffers):
     def taken(self, buffer, e):
         return buffer[self.E - 1 - e]
@@ -313,7 +313,7 @@ class ASliceForTwoExperts(Buffers):
         return buffer[max(e, 1)]
 
 
-@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+@lookalike("of slice 3 of a buffer", "Join the outputs in that order")
 class OutputsJoinedInReverse(Buffers):
     def joined(self, parts):
         return torch.stack(parts[::-1])
@@ -478,7 +478,7 @@ class SelectedElements(Scattered):
         return torch.cat([some, x])
 
 
-@lookalike("cat", "join the outputs in that order")
+@lookalike("cat", "Join the outputs in that order")
 class PlacesInAnotherOrder(IndexAddTogether):
     """Rows of one expert go to tokens of another."""
 
