@@ -1,0 +1,249 @@
+"""Plan of a GPU's memory: which experts fit, how many slots the others get, and what a token then costs.
+
+Every token reads the dense parts of a model and a few experts a layer. The dense parts lie on the GPU. All
+experts lie in memory of the host, and what is left of the budget becomes slots for those in use, the same
+share of each layer's experts. csrc/device/slots.cu keeps the experts used last in the slots.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import resource
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from .distributed.division import top_k_of
+from .experts import PackedWeight
+from .tensor import FP4Tensor
+
+_UNITS = {
+    **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+    **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+}
+RESERVE_SHARE, RESERVE_LEAST = 10, 256 << 20
+"""A tenth of the budget, or 256 MiB, stays free for the cache of keys and values and for activations."""
+RECENCY = 5
+"""Text routes a token much as the tokens before it. With a share f of the experts in slots, LRU finds
+1 - (1 - f)^5 of those that a token wants: 92 % with 40 %, which is what people measure (90 to 95 %)."""
+
+
+def parse_bytes(value: int | str, name: str) -> int:
+    """Return a number of bytes that is given as one, or as text with a unit: "20GiB", "500 MB"."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([kmgt]?i?b?)\s*", value.lower())
+        if found and found[2] in _UNITS and (size := int(float(found[1]) * _UNITS[found[2]])) > 0:
+            return size
+    raise ValueError(
+        f"fp4: {name} is {value!r}; it must be a number of bytes above 0, or a text such as '20GiB' or "
+        "'500MB'"
+    )
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of the GPU's memory, and of the link from the host's."""
+
+    memory: float
+    link: float
+    measured: bool = False
+
+    def __str__(self) -> str:
+        how = "measured" if self.measured else "assumed"
+        return f"{self.memory / 1e9:.0f} GB/s of GPU memory and {self.link / 1e9:.0f} GB/s of the link, {how}"
+
+
+ASSUMED = Rates(memory=1000e9, link=25e9)
+"""A GPU for the desktop on 16 lanes of PCIe 4.0, where there is none to measure."""
+
+
+@dataclass(frozen=True)
+class LayerExperts:
+    """The experts of one layer, each of which is `expert_bytes` in 4 bits."""
+
+    name: str
+    experts: int
+    top_k: int
+    expert_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.experts * self.expert_bytes
+
+    def slots(self, share: float) -> int:
+        """Slots for a share of the experts: at least as many as one token has experts."""
+        return min(self.experts, max(self.top_k, int(share * self.experts)))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What lies where within a budget of GPU memory."""
+
+    budget: int
+    dense_bytes: int
+    layers: tuple[LayerExperts, ...]
+    rates: Rates = ASSUMED
+
+    def __post_init__(self) -> None:
+        least = self.dense_bytes + sum(layer.expert_bytes * layer.top_k for layer in self.layers)
+        if self.budget - self.reserve < least:
+            most = sum(layer.expert_bytes * layer.top_k for layer in self.layers)
+            # The reserve grows with the budget, so the budget that is needed is found from it.
+            need = max(least + RESERVE_LEAST, -(-least * RESERVE_SHARE // (RESERVE_SHARE - 1)))
+            raise ValueError(
+                f"fp4: gpu_memory is {size(self.budget)}; it must be at least {size(need)}: the parts "
+                f"outside the experts take {size(self.dense_bytes)}, the experts of one token {size(most)}, "
+                f"and {size(need - least)} stay free for activations and the cache of keys and values. Give "
+                "more, or pack the parts outside the experts (attention=, dense=, head=)"
+            )
+
+    @property
+    def reserve(self) -> int:
+        return max(RESERVE_LEAST, self.budget // RESERVE_SHARE)
+
+    @property
+    def expert_bytes(self) -> int:
+        """All experts' bytes."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def resident(self) -> bool:
+        """True if all experts fit, so that none needs a slot."""
+        return self.budget - self.reserve - self.dense_bytes >= self.expert_bytes
+
+    @functools.cached_property
+    def share(self) -> float:
+        """The largest share of each layer's experts that can have slots; a layer has at least top_k."""
+        if self.resident:
+            return 1.0
+        room, fits, too_much = self.budget - self.reserve - self.dense_bytes, 0.0, 1.0
+        for _ in range(40):
+            share = (fits + too_much) / 2
+            taken = sum(layer.slots(share) * layer.expert_bytes for layer in self.layers)
+            fits, too_much = (share, too_much) if taken <= room else (fits, share)
+        return fits
+
+    def slots(self, layer: LayerExperts) -> int:
+        """Slots of a layer."""
+        return layer.slots(self.share)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes of weights on the GPU."""
+        return self.dense_bytes + sum(self.slots(layer) * layer.expert_bytes for layer in self.layers)
+
+    def seconds(self, recency: bool) -> float:
+        """Time of one token by the rates: what it reads of GPU memory, and what it misses over the link.
+
+        recency: routing repeats as that of text does; else it is uniform, the worst case.
+        """
+        read, missed = float(self.dense_bytes), 0.0
+        for layer in self.layers:
+            f = self.slots(layer) / layer.experts
+            misses = 0.0 if self.resident else (1 - f) ** (RECENCY if recency else 1)
+            read += layer.top_k * layer.expert_bytes
+            missed += layer.top_k * layer.expert_bytes * misses
+        return read / self.rates.memory + missed / self.rates.link
+
+    def __str__(self) -> str:
+        lines = [
+            f"GPU memory {size(self.budget)}: {size(self.dense_bytes)} outside the experts, "
+            f"{size(self.gpu_bytes - self.dense_bytes)} of experts, {size(self.reserve)} kept free",
+        ]
+        if self.resident:
+            lines.append(f"  all experts ({size(self.expert_bytes)}) fit")
+        else:
+            kinds = {(self.slots(layer), layer.experts): 0 for layer in self.layers}
+            for layer in self.layers:
+                kinds[self.slots(layer), layer.experts] += 1
+            slots = "; ".join(
+                f"{slots} slots for {experts} experts in each of {count} layers"
+                for (slots, experts), count in kinds.items()
+            )
+            lines.append(f"  {slots}; all experts ({size(self.expert_bytes)}) in pinned memory of the host")
+        text, worst = (1 / self.seconds(recency) for recency in (True, False))
+        lines.append(
+            f"  tokens a second by bandwidth alone: at most {text:.1f} where routing repeats as in text, "
+            f"{worst:.1f} where it is uniform ({self.rates})"
+        )
+        return "\n".join(lines)
+
+
+def size(count: int) -> str:
+    """Bytes as people read them."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= (scale := _UNITS[unit.lower()]):
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} bytes"
+
+
+def plan_memory(model: nn.Module, gpu_memory: int | str, rates: Rates = ASSUMED) -> MemoryPlan:
+    """Plan a budget of GPU memory for a model whose experts are in 4 bits.
+
+    Raises ValueError if the parts outside the experts and the experts of one token do not fit.
+    """
+    budget = parse_bytes(gpu_memory, "gpu_memory")
+    layers: list[LayerExperts] = []
+    of_experts: set[int] = set()
+    for name, module in model.named_modules():
+        weights = [m for m in module.children() if isinstance(m, PackedWeight)]
+        if not weights or any(id(w) in of_experts for w in weights):
+            continue  # experts that an earlier module shares
+        experts = weights[0].packed.shape[0]
+        top_k = min(experts, top_k_of(model) or experts)
+        layers.append(LayerExperts(name, experts, top_k, sum(w.num_bytes for w in weights) // experts))
+        for weight in weights:
+            of_experts.update((id(weight), *map(id, weight.buffers()), *map(id, weight.parameters())))
+    if not layers:
+        raise ValueError(
+            "fp4: gpu_memory was given, and no experts of the model run by fp4::moe, so none could get a "
+            "slot. Leave gpu_memory out"
+        )
+    others: Iterable[Any] = (t for t in (*model.parameters(), *model.buffers()) if id(t) not in of_experts)
+    return MemoryPlan(budget, _unique_bytes(others), tuple(layers), rates)
+
+
+def _unique_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors, each memory counted once."""
+    sizes = {}
+    for t in tensors:
+        for part in (t.packed, t.block_scale, t.global_scale) if isinstance(t, FP4Tensor) else (t,):
+            if part is not None:
+                sizes[part.data_ptr() or id(part)] = part.nbytes
+    return sum(sizes.values())
+
+
+def check_pinned(needed: int, available: int | None = None, limit: int | None = None) -> None:
+    """Raise RuntimeError where the host cannot pin that many bytes.
+
+    available: memory that is free, as /proc/meminfo says. limit: of this process's locked memory
+    (`ulimit -l`); -1: none.
+    """
+    if available is None:
+        available = _available()
+    if limit is None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if available is not None and needed > available:
+        raise RuntimeError(
+            f"fp4: the experts take {size(needed)} of pinned memory, and {size(available)} of the host's "
+            "memory are free. Free some, or give a gpu_memory in which all experts fit"
+        )
+    if limit not in (-1, resource.RLIM_INFINITY) and needed > limit:
+        raise RuntimeError(
+            f"fp4: the experts take {size(needed)} of pinned memory, and this process may lock {size(limit)} "
+            "(`ulimit -l`). Raise it: `ulimit -l unlimited`, in a container --ulimit memlock=-1"
+        )
+
+
+def _available() -> int | None:
+    try:
+        with open("/proc/meminfo") as file:
+            found = re.search(r"MemAvailable:\s+(\d+) kB", file.read())
+    except OSError:
+        return None
+    return int(found[1]) * 1024 if found else None

@@ -1,0 +1,120 @@
+"""Plans of a GPU's memory: sizes, slots a layer, costs of a token, and budgets that do not suffice."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from moe_models import build, tokens
+
+import fp4_ops
+from fp4_ops.experts import PackedWeight
+from fp4_ops.memory_plan import LayerExperts, MemoryPlan, Rates, check_pinned, parse_bytes, plan_memory
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "given, want",
+    [
+        (5, 5),
+        ("20GiB", 20 * GIB),
+        ("1.5 gb", 15 * 10**8),
+        ("500MB", 5 * 10**8),
+        (" .5GiB ", GIB // 2),
+        ("7", 7),
+    ],
+)
+def test_bytes_are_read(given, want):
+    assert parse_bytes(given, "gpu_memory") == want
+
+
+@pytest.mark.parametrize(
+    "given", [0, -1, True, 1.5, None, "", "GiB", "20 GiBs", "-3GB", "0GB", "1e9", "2 5GB"]
+)
+def test_what_is_no_size_is_named(given):
+    with pytest.raises(ValueError, match=r"fp4: gpu_memory is .*must be a number of bytes"):
+        parse_bytes(given, "gpu_memory")
+
+
+def test_slots_of_gpt_oss_120b():
+    """36 layers of 128 experts of 13.2 MB, 4 of them for a token, beside 4 GB."""
+    layers = tuple(LayerExperts(f"layer {i}", 128, 4, 13_219_200) for i in range(36))
+    plan = MemoryPlan(24 * GIB, 4 * 10**9, layers, Rates(1000e9, 25e9))
+    slots = plan.slots(layers[0])
+    room = plan.budget - plan.reserve - plan.dense_bytes
+    assert slots == room // (36 * 13_219_200) == 40
+    assert plan.gpu_bytes + plan.reserve <= plan.budget < plan.gpu_bytes + plan.reserve + 36 * 13_219_200
+    per_token = 36 * 4 * 13_219_200
+    worst = (4e9 + per_token) / 1000e9 + per_token * (1 - slots / 128) / 25e9
+    assert plan.seconds(recency=False) == pytest.approx(worst)
+    assert plan.seconds(recency=True) < worst
+    assert "40 slots for 128 experts in each of 36 layers" in str(plan)
+    everything = MemoryPlan(80 * GIB, 4 * 10**9, layers)
+    assert everything.resident and everything.slots(layers[0]) == 128 and "fit" in str(everything)
+
+
+def test_layers_of_several_kinds_stay_within_the_budget():
+    """Random layers: never over the budget, never below top_k, and no room for a slot more in each layer."""
+    rng = random.Random(torch.initial_seed())
+    for _ in range(50):
+        layers = tuple(
+            LayerExperts(
+                str(i), e := rng.randint(4, 512), rng.randint(1, min(e, 10)), rng.randint(10**5, 10**7)
+            )
+            for i in range(rng.randint(1, 20))
+        )
+        least = sum(layer.top_k * layer.expert_bytes for layer in layers)
+        dense = rng.randint(0, 10**9)
+        plan = MemoryPlan((least + dense) * rng.randint(2, 5) + GIB, dense, layers)
+        assert plan.gpu_bytes + plan.reserve <= plan.budget
+        slots = [plan.slots(layer) for layer in layers]
+        assert all(layer.top_k <= s <= layer.experts for s, layer in zip(slots, layers))
+        if not plan.resident:
+            more = sum(min(x.experts, s + 1) * x.expert_bytes for s, x in zip(slots, layers))
+            assert dense + more + plan.reserve > plan.budget
+
+
+def test_the_budget_that_an_error_asks_for_suffices():
+    layers = (LayerExperts("a", 64, 8, 10**8), LayerExperts("b", 64, 8, 10**8))
+    for dense in (0, 10**9, 50 * 10**9):
+        with pytest.raises(
+            ValueError, match=r"gpu_memory is 1\.00 GiB; it must be at least (\d+\.\d+) GiB"
+        ) as e:
+            MemoryPlan(GIB, dense, layers)
+        asked = float(str(e.value).split("at least ")[1].split(" GiB")[0])
+        plan = MemoryPlan(int((asked + 0.01) * GIB), dense, layers)
+        assert plan.slots(layers[0]) >= 8
+        with pytest.raises(ValueError, match="must be at least"):
+            MemoryPlan(int((asked - 0.02) * GIB), dense, layers)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_model_is_counted(family):
+    """All that is not of experts is dense; shared memory counts once; the model's answer does not change."""
+    model = build(family, torch.float32, "grouped_mm")
+    fp4_ops.prepare(model, "nvfp4", activation="bf16")
+    ids = tokens(1, 5)
+    want = model(input_ids=ids).logits
+    plan = plan_memory(model, "2GiB")
+    packed = [m for m in model.modules() if isinstance(m, PackedWeight)]
+    assert plan.expert_bytes == sum(w.num_bytes for w in packed)
+    held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers()) if t.numel()}
+    assert plan.dense_bytes + plan.expert_bytes == sum(held.values())
+    assert len(plan.layers) == len(packed) // 2 and plan.layers[0].top_k == model.config.num_experts_per_tok
+    assert plan.resident
+    torch.testing.assert_close(model(input_ids=ids).logits, want, rtol=0, atol=0)
+
+
+def test_a_model_without_experts_is_an_error():
+    with pytest.raises(ValueError, match="no experts of the model run by fp4::moe"):
+        plan_memory(torch.nn.Linear(3, 3), "1GiB")
+
+
+def test_too_little_memory_to_pin():
+    check_pinned(10, available=10, limit=-1)
+    with pytest.raises(RuntimeError, match=r"take 2\.00 GiB of pinned memory, and 1\.00 GiB of the host's"):
+        check_pinned(2 * GIB, available=GIB, limit=-1)
+    with pytest.raises(RuntimeError, match=r"may lock 64\.00 KiB \(`ulimit -l`\)"):
+        check_pinned(2 * GIB, available=4 * GIB, limit=65536)
