@@ -1,4 +1,4 @@
-"""Registers the CPU's operators of a decoding step beside the experts: torch's own operations."""
+"""Registers operators that the CPU has no kernel for: they are other operators, torch's or ours."""
 
 from __future__ import annotations
 
@@ -8,3 +8,4 @@ from .backends import anywhere
 
 _LIBRARY = Library("fp4", "IMPL")
 _LIBRARY.impl("linears", anywhere.linears, "CPU")
+_LIBRARY.impl("moe_slots", anywhere.moe_slots, "CPU")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.library import register_fake
 
-from . import checks, group_checks
+from . import checks, group_checks, slot_checks
 from .formats import INT8_BLOCK
 from .layouts import LAYOUTS, packed_spec
 
@@ -151,6 +151,20 @@ def moe(
         format, layout, activation, a_format, w13_bias, w2_bias,
     )  # fmt: skip
     return x.new_empty((x.shape[0], down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
+
+
+@_fake
+def moe_slots(
+    x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+    w13_bias, w2_bias, slots, state, *, format, layout="plain", activation="silu", a_format="none",
+    out_dtype=None,
+):  # fmt: skip
+    weights = w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias
+    experts = checks.check_moe(
+        x, topk_ids, topk_weights, *weights[:6], format, layout, activation, a_format, w13_bias, w2_bias
+    )
+    slot_checks.check_slots(experts, weights, slots, state, x)
+    return x.new_empty((x.shape[0], experts.down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
 
 
 @_fake

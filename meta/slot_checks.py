@@ -1,6 +1,10 @@
-"""Checks the arguments of `moe_slots`. csrc/cuda/slots.cpp has the same."""
+"""Checks the arguments of `moe_slots`, and says how the room for slots is divided. csrc/cuda/slots.cpp has
+the same."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -11,47 +15,48 @@ COUNTERS = 3
 """Counters at the end of `state`: calls, experts that they wanted, experts that had to be fetched."""
 MOST_EXPERTS = 1024
 """Experts and slots that the kernel which plans a call has threads for."""
+ALIGN = 256
+"""The part of each tensor in `slots` begins at a multiple of so many bytes."""
+
+Weights = Sequence[torch.Tensor | None]
+
+
+def slot_bytes(weights: Weights, count: int) -> int:
+    """Returns the bytes that `slots` must have for so many experts. For each of the weights and biases of
+    `moe`, in its arguments' order, there is [count, ...] of it, one after the other."""
+    sizes = (count * math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights if w is not None)
+    return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 
 
 def check_slots(
-    experts: Experts,
-    weights: list[torch.Tensor | None],
-    slots: list[torch.Tensor],
-    state: torch.Tensor,
-    x: torch.Tensor,
+    experts: Experts, weights: Weights, slots: torch.Tensor, state: torch.Tensor, x: torch.Tensor
 ) -> None:
-    """Checks the memory of a cache. `weights`: the weights and biases of `moe`, in the order of its arguments."""
-    given = [w for w in weights if w is not None]
-    check(
-        len(slots) == len(given),
-        lambda: f"slots has {len(slots)} tensors; it must have {len(given)}, one for each tensor of weights",
-    )
-    groups, count = experts.up.groups, slots[0].shape[0] if slots[0].dim() else 0
-    for i, (weight, slot) in enumerate(zip(given, slots)):
-        check(
-            slot.dim() == weight.dim()
-            and slot.dtype == weight.dtype
-            and slot.shape[1:] == weight.shape[1:]
-            and slot.shape[0] == count,
-            lambda i=i, weight=weight, slot=slot: (
-                f"slots[{i}] has shape {list(slot.shape)} and dtype {slot.dtype}; its weight has shape "
-                f"{list(weight.shape)} and dtype {weight.dtype}. They must be contiguous and equal but in the "
-                f"first size, {count} slots of {groups} experts"
-            ),
-        )
-        check_device(f"slots[{i}]", slot, "x", x)
+    """Checks the memory of a cache. `weights`: the weights and biases of `moe`, in its arguments' order."""
+    groups = experts.up.groups
+    check_dtype("slots", slots, (torch.uint8,))
     check_dtype("state", state, (torch.int32,))
+    check(slots.dim() == 1, lambda: f"slots has {slots.dim()} dimensions; it must have 1")
+    check(state.dim() == 1, lambda: f"state has {state.dim()} dimensions; it must have 1")
+    check_device("slots", slots, "x", x)
     check_device("state", state, "x", x)
-    check(count >= 1, lambda: "slots has room for 0 experts; it must be 1 or more")
+    check(groups >= 1, lambda: "w13 has 0 experts; slots are for 1 or more")
+    count = state.shape[0] - groups - COUNTERS
+    check(
+        count >= 1,
+        lambda: (
+            f"state has {state.shape[0]} elements; it must have {groups + COUNTERS + 1} or more: {groups} "
+            f"experts, {COUNTERS} counters, and one for each slot"
+        ),
+    )
     check(
         max(groups, count) <= MOST_EXPERTS,
-        lambda: f"w13 has {groups} experts and slots {count}; at most {MOST_EXPERTS} of each are possible",
-    )
-    wanted = groups + count + COUNTERS
-    check(
-        state.dim() == 1 and state.numel() == wanted,
         lambda: (
-            f"state has {state.numel()} elements; it must have {wanted}: {groups} experts, {count} slots and "
-            f"{COUNTERS} counters"
+            f"w13 has {groups} experts, and state is for {count} slots; at most {MOST_EXPERTS} of each are "
+            "possible"
         ),
+    )
+    least = slot_bytes(weights, count)
+    check(
+        slots.shape[0] >= least,
+        lambda: f"slots has {slots.shape[0]} bytes; {count} slots of these weights take {least}",
     )

@@ -3,7 +3,7 @@
 // stacked weight of as many experts as there are slots.
 //
 // `state` and `slots` are a memo between calls of one cache: what they hold decides how long a call takes,
-// never its result. No other operator reads them, and calls of one cache come in the order of one stream.
+// never its result. Only this operator reads them, and calls of one cache come in the order of one stream.
 #include <algorithm>
 
 #include "cuda/moe.h"
@@ -46,29 +46,45 @@ Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, in
   return plan;
 }
 
-// Tensors [experts, ...] beside their [slots, ...], in the same order.
-device::SlotParts parts_of(const std::vector<Tensor>& host, const std::vector<Tensor>& slots, int64_t experts,
-                           int64_t count) {
-  if (host.size() != slots.size() || host.size() > device::kMaxSlotParts)
-    fail("slots has ", slots.size(), " tensors; it must have ", host.size(),
-         ", one for each tensor of weights");
+constexpr int64_t kSlotAlign = 256;  // where the part of each tensor begins; as meta/slot_checks.py has it
+
+// The tensors [experts, ...] of the weights, and the same of the slots [count, ...], which lie one after the
+// other in `slots`.
+struct Cache {
   device::SlotParts parts;
+  std::vector<Tensor> tensors;
+};
+
+Cache cache_of(const std::vector<Tensor>& host, const Tensor& slots, int64_t experts, int64_t count) {
+  if (slots.scalar_type() != ScalarType::Byte || slots.dim() != 1 || !slots.is_contiguous() ||
+      reinterpret_cast<uintptr_t>(pointer(slots)) % 16 != 0)
+    fail("slots has shape ", shape_text(slots.sizes()), " and dtype ", dtype_name(slots.scalar_type()),
+         "; it must be contiguous uint8 in one dimension, and begin at a multiple of 16 bytes");
+  if (host.size() > device::kMaxSlotParts)
+    fail("there are ", host.size(), " tensors of weights; at most ", int(device::kMaxSlotParts),
+         " are possible");
+  Cache cache;
+  int64_t at = 0;
   for (size_t i = 0; i < host.size(); ++i) {
-    const Tensor &from = host[i], &to = slots[i];
-    const auto rest = [](const Tensor& t) { return std::vector(t.sizes().begin() + 1, t.sizes().end()); };
-    const bool fits = from.dim() >= 1 && from.dim() == to.dim() && from.size(0) == experts &&
-                      to.size(0) == count && rest(from) == rest(to) &&
-                      from.scalar_type() == to.scalar_type() && from.is_contiguous() && to.is_contiguous();
-    if (!fits)
-      fail("slots[", i, "] has shape ", shape_text(to.sizes()), " and dtype ", dtype_name(to.scalar_type()),
-           "; its weight has shape ", shape_text(from.sizes()), " and dtype ", dtype_name(from.scalar_type()),
-           ". They must be contiguous and equal but in the first size, ", count, " slots of ", experts,
+    const Tensor& from = host[i];
+    if (!from.is_contiguous() || from.dim() < 1 || from.size(0) != experts)
+      fail("the weight with shape ", shape_text(from.sizes()), " must be contiguous, of ", experts,
            " experts");
-    const int64_t elements = from.numel() / experts;
-    parts.part[i] = {pointer<uint8_t>(from), mutable_pointer<uint8_t>(to),
-                     elements * int64_t(from.element_size())};
+    const int64_t bytes = from.numel() / experts * int64_t(from.element_size());
+    if (at + count * bytes <= slots.numel()) {
+      auto* to = mutable_pointer<uint8_t>(slots) + at;
+      std::vector<int64_t> sizes(from.sizes().begin(), from.sizes().end()), strides(sizes.size(), 1);
+      sizes[0] = count;
+      for (size_t d = sizes.size() - 1; d > 0; --d) strides[d - 1] = strides[d] * sizes[d];
+      cache.parts.part[i] = {pointer<uint8_t>(from), to, bytes};
+      cache.tensors.push_back(
+          torch::stable::from_blob(to, sizes, strides, slots.device(), from.scalar_type()));
+    }
+    at += ceil_div(count * bytes, kSlotAlign) * kSlotAlign;
   }
-  return parts;
+  if (at > slots.numel())
+    fail("slots has ", slots.numel(), " bytes; ", count, " slots of these weights take ", at);
+  return cache;
 }
 
 // Brings the experts of a round into slots; returns their ids as slots, -1 for those of other rounds.
@@ -83,9 +99,9 @@ Tensor fetch(const Here& here, const Plan& plan, const device::SlotParts& parts,
 Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
                  const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
                  const Tensor& w2_scale, const OptionalTensor& w2_global_scale,
-                 const OptionalTensor& w13_bias, const OptionalTensor& w2_bias,
-                 const std::vector<Tensor>& slots, const Tensor& state, const std::string& format,
-                 const std::string& layout, const std::string& activation, const std::string& a_format,
+                 const OptionalTensor& w13_bias, const OptionalTensor& w2_bias, const Tensor& slots,
+                 const Tensor& state, const std::string& format, const std::string& layout,
+                 const std::string& activation, const std::string& a_format,
                  std::optional<ScalarType> out_dtype) {
   const Experts shape = check_moe(x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
                                   w2_global_scale, format, layout, activation, a_format, w13_bias, w2_bias);
@@ -94,19 +110,24 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   std::vector<Tensor> host;
   for (const OptionalTensor& t : all)
     if (t) host.push_back(*t);
-  if (slots.size() != host.size())
-    fail("slots has ", slots.size(), " tensors; it must have ", host.size(),
-         ", one for each tensor of weights");
-  const int64_t experts = shape.up.groups, count = slots[0].dim() > 0 ? slots[0].size(0) : 0;
-  const device::SlotParts parts = parts_of(host, slots, experts, count);
+  check_device("slots", slots, "x", x);
   check_device("state", state, "x", x);
-  if (state.numel() != experts + count + device::kSlotCounters)
-    fail("state has ", state.numel(), " elements; it must have ", experts + count + device::kSlotCounters,
-         ": ", experts, " experts, ", count, " slots and ", int(device::kSlotCounters), " counters");
+  if (!shape.up.layout->native)
+    return fallback("moe_slots", layout_words(layout), x, topk_ids, topk_weights, w13, w13_scale,
+                    w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias, slots, state, format,
+                    layout, activation, a_format, out_dtype);
+  const int64_t experts = shape.up.groups, count = state.numel() - experts - device::kSlotCounters;
+  if (experts < 1) fail("w13 has 0 experts; slots are for 1 or more");
+  if (state.scalar_type() != ScalarType::Int || state.dim() != 1 || !state.is_contiguous() || count < 1)
+    fail("state has shape ", shape_text(state.sizes()), " and dtype ", dtype_name(state.scalar_type()),
+         "; it must be contiguous int32 [", experts, " experts + slots + ", int(device::kSlotCounters),
+         "], with one slot at least");
+  const Cache cache = cache_of(host, slots, experts, count);
+  const device::SlotParts& parts = cache.parts;
 
   OptionalTensor cached[std::size(all)];
   for (size_t i = 0, next = 0; i < std::size(all); ++i)
-    if (all[i]) cached[i] = slots[next++];
+    if (all[i]) cached[i] = cache.tensors[next++];
   const auto block = [&](bool combined, const Tensor& ids, std::optional<ScalarType> dtype) {
     return run_moe(combined, 0, nullptr, x, ids, topk_weights, *cached[0], *cached[1], cached[2], *cached[3],
                    *cached[4], cached[5], cached[6], cached[7], format, layout, activation, a_format, dtype);
@@ -114,6 +135,7 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   const ScalarType dtype = resolve_out_dtype(x, out_dtype);
   if (topk_ids.numel() == 0) return block(true, topk_ids, dtype).out;
   const Here here(state);
+  require_kernels("moe_slots", *shape.up.layout, here);
   const Plan plan = make_plan(here, topk_ids, state, count);
   if (plan.fields.rounds == 1) return block(true, fetch(here, plan, parts, 0), dtype).out;
 
@@ -156,7 +178,7 @@ std::tuple<Tensor, Tensor> slots_plan(const Tensor& topk_ids, const Tensor& stat
 }
 
 Tensor slots_fetch(const Tensor& topk_ids, const Tensor& fetches, const Tensor& place,
-                   const std::vector<Tensor>& host, const std::vector<Tensor>& slots, int64_t round) {
+                   const std::vector<Tensor>& host, const Tensor& slots, int64_t round) {
   const Here here(place);
   Plan plan{as_contiguous(topk_ids), fetches, place, {}};
   plan.fields = {.ids = pointer(plan.ids),
@@ -167,25 +189,20 @@ Tensor slots_fetch(const Tensor& topk_ids, const Tensor& fetches, const Tensor& 
                  .rounds = int(fetches.size(0)),
                  .fetches = mutable_pointer<int>(fetches),
                  .place = mutable_pointer<int>(place)};
-  return fetch(here, plan, parts_of(host, slots, place.numel(), plan.fields.slots), int(round));
+  return fetch(here, plan, cache_of(host, slots, place.numel(), plan.fields.slots).parts, int(round));
 }
 
 }  // namespace
 
 #define FP4_FRAGMENT(library, m) STABLE_TORCH_LIBRARY_FRAGMENT(library, m)
 FP4_FRAGMENT(FP4_PARTS_LIBRARY, m) {
-  m.def(
-      "moe_slots(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
-      "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, Tensor? w13_bias, "
-      "Tensor? w2_bias, *, Tensor[] slots, Tensor state, str format, str layout, str activation, "
-      "str a_format, ScalarType? out_dtype) -> Tensor");
   m.def("slots_plan(Tensor topk_ids, Tensor(a!) state, int slots) -> (Tensor, Tensor)");
   m.def(
-      "slots_fetch(Tensor topk_ids, Tensor fetches, Tensor place, Tensor[] host, Tensor(a!)[] slots, "
+      "slots_fetch(Tensor topk_ids, Tensor fetches, Tensor place, Tensor[] host, Tensor(a!) slots, "
       "int round) -> Tensor");
 }
+FP4_REGISTER(FP4_LIBRARY, FP4_DISPATCH_KEY, m) { m.impl("moe_slots", FP4_BOX(moe_slots)); }
 FP4_REGISTER(FP4_PARTS_LIBRARY, FP4_DISPATCH_KEY, m) {
-  m.impl("moe_slots", FP4_BOX(moe_slots));
   m.impl("slots_plan", FP4_BOX(slots_plan));
   m.impl("slots_fetch", FP4_BOX(slots_fetch));
 }

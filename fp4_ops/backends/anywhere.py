@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..meta import checks
+from ..meta import checks, slot_checks
 from ..meta.formats import FORMATS
 from ..meta.layouts import Layout
 
@@ -33,6 +33,23 @@ def _copy(packed: Tensor, block_scale: Tensor, global_scale: Tensor | None) -> t
         global_scale = packed.new_empty(0, dtype=torch.float32)
     given = packed.view(torch.uint8), block_scale, global_scale
     return tuple(t.clone(memory_format=torch.contiguous_format) for t in given)
+
+
+def moe_slots(
+    x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
+    w13_bias, w2_bias, slots, state, *, format, layout="plain", activation="silu", a_format="none",
+    out_dtype=None,
+):  # fmt: skip
+    """Reads the experts where they are, and leaves the slots alone."""
+    weights = w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias
+    experts = checks.check_moe(
+        x, topk_ids, topk_weights, *weights[:6], format, layout, activation, a_format, w13_bias, w2_bias
+    )
+    slot_checks.check_slots(experts, weights, slots, state, x)
+    return torch.ops.fp4.moe(
+        x, topk_ids, topk_weights, *weights, format=format, layout=layout, activation=activation,
+        a_format=a_format, out_dtype=out_dtype,
+    )  # fmt: skip
 
 
 def quantize(x, format, global_scale=None):

@@ -19,6 +19,8 @@ from reference import (
     rows_per_column,
 )
 
+from fp4_ops.meta.slot_checks import COUNTERS, slot_bytes
+
 HOPPER_FORMATS = {"sm90": FP4_FORMATS, "mma_bf16": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
 """The layouts of the Hopper kernels, and what they hold."""
 
@@ -130,6 +132,15 @@ def _moe(rng, device):
     return args, kwargs
 
 
+def _moe_slots(rng, device):
+    args, kwargs = _moe(rng, device)
+    experts, count = args[3].shape[0], rng.randint(1, 5)
+    slots = torch.zeros(slot_bytes(args[3:], count), dtype=torch.uint8, device=device)
+    state = torch.zeros(experts + count + COUNTERS, dtype=torch.int32, device=device)
+    state[:experts] = -1
+    return (*args, slots, state), kwargs
+
+
 def _moe_input_grads(rng, device):
     (x, *rest), kwargs = _moe(rng, device)
     grad = torch.randn_like(x, dtype=rng.choice(FLOATS))
@@ -234,6 +245,7 @@ SAMPLES = {
     "indexed_mm": lambda rng, device: _grouped(rng, device, "indexed"),
     "grouped_mm_k": _grouped_k,
     "moe": _moe,
+    "moe_slots": _moe_slots,
     "moe_input_grads": _moe_input_grads,
     "linears": _linears,
     "moe_ep": _moe_ep,

@@ -9,11 +9,10 @@ from conftest import more
 from test_sm90_gpu import Weights, pytestmark
 from test_sm90_parts_gpu import poisoned_memory
 
+from fp4_ops.meta.slot_checks import ALIGN, COUNTERS, slot_bytes
 from fp4_ops.runtime import native
 
 __all__ = ["poisoned_memory", "pytestmark"]
-
-COUNTERS = 3
 
 
 def parts():
@@ -24,6 +23,19 @@ def new_state(experts: int, slots: int) -> torch.Tensor:
     state = torch.zeros(experts + slots + COUNTERS, dtype=torch.int32, device="cuda")
     state[:experts] = -1
     return state
+
+
+def room(host: list[torch.Tensor | None], slots: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Poisoned memory for slots, and each tensor's part of it."""
+    memory = torch.full((slot_bytes(host, slots),), 255, dtype=torch.uint8, device="cuda")
+    views, at = [], 0
+    for t in host:
+        if t is not None:
+            size = slots * (t.nbytes // t.shape[0])
+            views.append(memory[at : at + size].view(t.dtype).view(slots, *t.shape[1:]))
+            at += -(-size // ALIGN) * ALIGN
+    assert at == memory.numel()
+    return memory, views
 
 
 def in_host_memory(t: torch.Tensor) -> torch.Tensor:
@@ -120,7 +132,7 @@ def test_cache_is_lru(experts, slots, tokens, top_k, poisoned_memory):
     ]
     host += [in_host_memory(torch.randint(256, (experts, 7), dtype=torch.uint8))]
     host += [in_host_memory(torch.randn(experts))]
-    cached = [torch.full((slots, *t.shape[1:]), 77, dtype=t.dtype, device="cuda") for t in host]
+    memory, cached = room(host, slots)
     state, model = new_state(experts, slots), Lru(experts, slots)
     for ids in routings(experts, tokens, top_k, calls=7):
         want = model.call(ids.flatten().tolist())
@@ -133,7 +145,7 @@ def test_cache_is_lru(experts, slots, tokens, top_k, poisoned_memory):
             count = int(fetches[r, 0])
             pairs = fetches[r, 1 : 1 + 2 * count].view(-1, 2).tolist()
             assert [tuple(pair) for pair in pairs] == fetched
-            got = parts().slots_fetch(there, fetches, place, host, cached, r)
+            got = parts().slots_fetch(there, fetches, place, host, memory, r)
             assert got.dtype == torch.int32 and got.shape == ids.shape
             assert got.flatten().tolist() == [its.get(i, -1) for i in ids.flatten().tolist()]
             for expert, slot in its.items():
@@ -173,14 +185,7 @@ def test_block_over_slots_is_the_block_over_all(only, tokens, format, layout, sl
     bias = format == "mxfp4"
     weights = block(format, layout, bias)
     host = [None if w is None else in_host_memory(w) for w in weights]
-    cached = [
-        torch.full((slots, *w.shape[1:]), 255, dtype=torch.uint8, device="cuda")
-        if w.element_size() == 1
-        else torch.full((slots, *w.shape[1:]), float("nan"), dtype=w.dtype, device="cuda")
-        for w in weights
-        if w is not None
-    ]
-    cached = [c.view(w.dtype) for c, w in zip(cached, (w for w in weights if w is not None))]
+    memory, _ = room(host, slots)
     state = new_state(EXPERTS, slots)
     options = {
         "format": format, "layout": layout, "activation": "silu_interleaved",
@@ -192,7 +197,7 @@ def test_block_over_slots_is_the_block_over_all(only, tokens, format, layout, sl
         shares = torch.rand(tokens, TOP_K, device="cuda")
         with native.only(only):
             want = torch.ops.fp4.moe(x, ids, shares, *weights, **options)
-            got = parts().moe_slots(x, ids, shares, *host, slots=cached, state=state, **options)
+            got = torch.ops.fp4.moe_slots(x, ids, shares, *host, memory, state, **options)
         if only == "gemv" and slots < TOP_K:
             torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=1e-2)
         else:

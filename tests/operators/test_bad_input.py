@@ -11,6 +11,8 @@ import pytest
 import torch
 from reference import FORMATS, random_weight
 
+from fp4_ops.meta.slot_checks import slot_bytes
+
 fp4 = torch.ops.fp4
 
 G, N, K, M = 3, 20, 64, 6
@@ -56,6 +58,11 @@ def good(op: str, device: str, case: str = "") -> dict:
     if op == "from_masked":
         a = torch.randn(G, 4, K, device=device)
         return {"a": a, "masked_m": torch.tensor([2, 0, 3], dtype=I32, device=device), "m": M}
+    if op == "moe_slots":
+        args = good("moe", device, case)
+        weights = [args[n] for n in list(args)[3:11]]
+        slots = torch.zeros(slot_bytes(weights, 2), dtype=torch.uint8, device=device)
+        return {**args, "slots": slots, "state": torch.zeros(G + 5, dtype=I32, device=device)}
     if op == "moe":
         w13, w2 = (random_weight(format, G, *s, device=device) for s in ((2 * 32, K), (K, 32)))
         return {
@@ -386,6 +393,14 @@ BAD = (
     Bad("moe", {"w13_bias": cut}, f"w13_bias has shape [{G}, 63]; it must be [{G}, 64]"),
     Bad("moe", {"w2_bias": to(torch.int64)}, f"w2_bias has dtype int64; it must be {FLOAT_NAMES}"),
     Bad("moe", {"out_dtype": torch.float64}, f"out_dtype is float64; it must be {FLOAT_NAMES}"),
+    Bad("moe_slots", {"w13_bias": cut}, f"w13_bias has shape [{G}, 63]; it must be [{G}, 64]"),
+    Bad("moe_slots", {"slots": to(torch.int8)}, "slots has dtype int8; it must be uint8"),
+    Bad("moe_slots", {"slots": lambda t: t[:-1]}, "slots has 8447 bytes; 2 slots of these weights take 8448"),
+    Bad("moe_slots", {"slots": lambda t: t[None]}, "slots has 2 dimensions; it must have 1"),
+    Bad("moe_slots", {"state": to(torch.int64)}, "state has dtype int64; it must be int32"),
+    Bad("moe_slots", {"state": lambda t: t[None]}, "state has 2 dimensions; it must have 1"),
+    Bad("moe_slots", {"state": lambda t: t[:G + 3]}, f"state has {G + 3} elements; it must have {G + 4} or more: {G} experts, 3 counters, and one for each slot"),
+    Bad("moe_slots", {"state": lambda t: t.new_zeros(2000)}, f"w13 has {G} experts, and state is for {2000 - G - 3} slots; at most 1024 of each are possible"),
     Bad("offs_to_m_indices", {"offs": to(torch.int64)}, "offs has dtype int64; it must be int32"),
     Bad("offs_to_m_indices", {"offs": first}, "offs has 0 dimensions; it must have 1"),
     Bad("offs_to_m_indices", {"m": -1}, "m is -1; it must be 0 or more"),

@@ -49,6 +49,7 @@ TOKENS = {
     "grouped_mm": (0,),
     "indexed_mm": (0, 4),
     "moe": (0, 1, 2),
+    "moe_slots": (0, 1, 2),
     "to_masked": (0,),
 }
 
