@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..experts.zero3 import refuse_emptied
+from ..models.memory_plan import memory_plan_of
 from .dynamo.api import config, counters, get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH, Kept
 from .dynamo.breaks import about_a_number, breaks_since, described, inside, known_breaks, reason_of
@@ -73,6 +74,8 @@ def explain(
     new_ones = [m for m in get_compilation_metrics() if not any(m is old for old in compilations)]
     failed = [*left, *(m for m in new_ones if m.fail_type is not None)]
     report.not_captured = list(dict.fromkeys(_not_captured(frame, breaks) for frame in failed))
+    plan = memory_plan_of(model)
+    report.memory = str(plan) if plan is not None else ""
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
     new_kept = [kept for place, kept in KEPT.items() if stayed.get(place) is not kept]
     report.hints = (

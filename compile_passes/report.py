@@ -194,6 +194,8 @@ class Report:
     """Branches on a number of rows that are in no graph, because all they skip does nothing without rows."""
     hints: list[str] = field(default_factory=list)
     """The smallest changes that would let more be rewritten."""
+    memory: str = ""
+    """What of the model lies on the GPU and what in host memory, if it was given a budget (gpu_memory)."""
 
     @property
     def sites(self) -> list[Site]:
@@ -224,6 +226,8 @@ class Report:
             )
             out += [f"  {told}" for told in self.not_captured]
         out += [f"hint: {hint}" for hint in self.hints]
+        if self.memory:
+            out.append(self.memory)
         total = f"{_count(self.sites)} in {len(self.frames)} graphs"
         if self.bytes_before:
             total += f"; expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"

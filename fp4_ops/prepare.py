@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .distributed.workspace import MAX_TOKENS
+from .models.expert_slots import check_placement, place_experts
 from .models.outside_experts import KEEP, find_outside
 from .models.pack_experts import pack_experts
 from .models.prepare_report import PrepareReport
@@ -28,6 +29,7 @@ def prepare(
     ep_group: Any = None,
     max_tokens: int = MAX_TOKENS,
     batch_invariant: bool = False,
+    gpu_memory: int | str | None = None,
 ) -> PrepareReport:
     """Replaces the expert weights of a transformers model by 4-bit ones, in place. The originals are freed.
 
@@ -70,11 +72,18 @@ def prepare(
     batch_invariant: True makes a token's results in 4 bits independent of the rest of its batch, bit for bit.
         It costs time where kernels for many tokens sum in another order (docs/operators.md#batch-invariance).
         The rest of the model computes as before. ValueError if the device has no such kernels.
+    gpu_memory: for a model in host memory whose experts exceed the GPU: how much of the GPU's memory to use,
+        as bytes or text ("20GiB"). The model then moves to the current GPU, except the experts: they stay in
+        host memory, pinned, and what is left of the budget becomes slots for those in use
+        (docs/larger_than_the_gpu.md). ValueError if the budget is too small; the model is then prepared, and
+        stays where it is. Without a GPU everything stays in host memory.
 
     Returns a report with one entry for each experts module. Modules that fp4::moe cannot express are left
     alone and keep running as before; the report says why. Raises ValueError if nothing could be prepared, or
     if weights are on the meta device or hold NaN or infinity; the model is then unchanged.
     """
+    if gpu_memory is not None:
+        check_placement(gpu_memory, trainable_inputs, ep_group)
     outside = find_outside(
         model, {"attention": attention, "dense": dense, "head": head}, trainable_inputs, batch_invariant
     )
@@ -87,4 +96,6 @@ def prepare(
         from .integrations.transformers.quantizer import attach  # which imports transformers
 
         attach(model, format, activation, trainable_inputs, batch_invariant)
+    if gpu_memory is not None:
+        report.memory = place_experts(model, gpu_memory)
     return report

@@ -14,6 +14,7 @@ from .experts.find import form_of
 from .experts.names import HALVES, MATRICES, NUMBERED
 from .experts.packed import PackedWeight
 from .meta.dtensors import split_over_processes
+from .models.expert_slots import reset_slots
 from .models.new_weights import check, places_of, target_of, write
 
 
@@ -75,6 +76,7 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
         place = places[target.attribute]
         check(owner, place, target, given, tensor)
         write(owner, place, target, tensor)
+        reset_slots(owner)
         return True
     held: Tensor | None = owner._parameters.get(rest)
     held = owner._buffers.get(rest) if held is None else held
@@ -94,6 +96,7 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
             "torch.distributed.tensor, or .full_tensor()"
         )
     held.copy_(tensor)
+    reset_slots(owner)
     return True
 
 

@@ -17,6 +17,7 @@ from ..experts.names import HALVES
 from ..experts.packed import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
+from ..models.memory_plan import MemoryPlan
 from ..models.new_weights import take_new_weights
 from ..models.outside_experts import untie
 from ..models.pack_experts import A_FORMATS, choose_implementation
@@ -49,6 +50,8 @@ class LoadReport:
     """Largest relative error (norm of the difference over the norm) of a matrix that was quantised again."""
     nbytes: int = 0
     """Bytes of the 4-bit weights: codes and scales."""
+    memory: MemoryPlan | None = None
+    """What lies where, if `gpu_memory` was given."""
 
     def __str__(self) -> str:
         lines = [
@@ -69,6 +72,8 @@ class LoadReport:
             lines.append(f"  quantised anew: relative error of a matrix at most {self.requantized:.4f}")
         if self.folds.exact or self.folds.rounded:
             lines.append(f"  {self.folds}")
+        if self.memory is not None:
+            lines += [f"  {line}" for line in str(self.memory).splitlines()]
         return "\n".join(lines)
 
 

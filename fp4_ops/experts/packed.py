@@ -31,6 +31,10 @@ IN_PLACE = (
 
 _MOE = torch.ops.fp4.moe.default
 """The overload itself, so that a call need not choose one."""
+_MOE_SLOTS = torch.ops.fp4.moe_slots.default
+
+SLOTS = "fp4_slots"
+"""Name of the child of an experts module that has slots on a GPU (models/expert_slots.py)."""
 
 
 @dataclass(frozen=True)
@@ -370,11 +374,14 @@ class SharedLayout:
         for weight in self.weights:
             weight.__dict__["_company"] = self
 
-    def settle(self) -> str:
-        """Converts all to the fastest layout of their device that can hold them. Otherwise says why not."""
+    def settle(self, device_type: str | None = None) -> str:
+        """Converts all to the fastest layout that can hold them. Otherwise says why not.
+
+        device_type: the device whose kernels will read them; None is the one where they are.
+        """
         first, reason = self.weights[0], ""
         layout = preferred_layout(
-            first.packed.device.type, *((w.packed.shape[-2], w.k) for w in self.weights),
+            device_type or first.packed.device.type, *((w.packed.shape[-2], w.k) for w in self.weights),
             dtype=self.dtype, format=first.format, a_format=self.a_format,
             batch_invariant=self.batch_invariant,
         )  # fmt: skip
@@ -483,10 +490,17 @@ def run_experts(
     if a_format is None:
         a_format = auto_a_format(hidden_states.device.type, w13.layout)
     operands = (*up, *down, bias, down_bias)
+    slots: Any = modules.get(SLOTS)
+    if slots is not None and slots.slots is not None:
+        out: Tensor = call(
+            _MOE_SLOTS, hidden_states, top_k_index, top_k_weights, *operands, slots.slots, slots.state,
+            format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
+        )  # fmt: skip
+        return out
     if tokens:
         part = recipe.part
         assert part is not None
-        out: Tensor = torch.ops.fp4.moe_ep(
+        out = torch.ops.fp4.moe_ep(
             hidden_states, top_k_index, top_k_weights, *operands,
             num_experts=part.experts, tokens=tokens, group_name=part.group_name,
             format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
@@ -501,6 +515,16 @@ def run_experts(
         format=w13.format, layout=w13.layout, activation=gate, a_format=a_format,
     )  # fmt: skip
     return out
+
+
+def slot_weights(module: Any) -> list[Tensor | None]:
+    """Returns the weights and biases that `fp4::moe_slots` gets from a prepared module."""
+    form = module._fp4_recipe.form
+    weights = [t for name in (form.gate_up, form.down) for t in module._modules[name]()]
+    return [
+        *weights,
+        *(getattr(module, name) if name else None for name in (form.gate_up_bias, form.down_bias)),
+    ]
 
 
 def _previous_forward(module: nn.Module) -> Callable[..., Tensor]:

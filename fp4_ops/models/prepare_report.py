@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..experts.find import OTHERWISE
+from .memory_plan import MemoryPlan
 
 OWN_CODE = "its own"
 """Value of `gate` for experts that are modules, which keep running their own code."""
@@ -62,6 +63,8 @@ class PrepareReport:
     """Way in which tokens reach experts that are spread over processes."""
     division: str = ""
     """Division of experts over processes, spread or split, and what the other way would cost."""
+    memory: MemoryPlan | None = None
+    """What lies where, if `gpu_memory` was given."""
 
     @property
     def prepared(self) -> list[PreparedModule]:
@@ -86,6 +89,8 @@ class PrepareReport:
             lines.append(f"  between processes: {self.exchange}")
         if self.division:
             lines.append(f"  between processes: {self.division}")
+        if self.memory is not None:
+            lines += [f"  {line}" for line in str(self.memory).splitlines()]
         if left:
             lines.append(f"  {OTHERWISE}")
         return "\n".join([*lines, f"expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"])

@@ -7,7 +7,7 @@ import copy
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -19,6 +19,7 @@ from ...checkpoints.folder import Folder
 from ...checkpoints.gguf import GGUF, dense_of, experts_of, find_gguf, gguf_config
 from ...checkpoints.load import check_info
 from ...checkpoints.source import four_bit_weights, storage
+from ...models.expert_slots import check_placement, default_device, place_experts
 from .quantizer import METHOD, register_quantizer
 from .shards import any_index
 
@@ -36,6 +37,7 @@ def load_checkpoint(
     distributed_config: Any = None,
     ep_group: Any = None,
     batch_invariant: bool = False,
+    gpu_memory: int | str | None = None,
 ) -> PreTrainedModel:
     """Builds a model whose expert weights are the 4-bit ones of a checkpoint folder or a GGUF file.
 
@@ -53,6 +55,8 @@ def load_checkpoint(
         format.
     trainable_inputs: as in `fp4_ops.prepare`: for adapters on frozen experts.
     batch_invariant: as in `fp4_ops.prepare`.
+    gpu_memory: as in `fp4_ops.prepare`, for models whose experts exceed the GPU. Weights are read into host
+        memory, and `device` is then the GPU; "cpu" is the current one, if there is one.
     trust_remote_code: run the folder's own code if transformers does not have the family (it has Kimi K2).
     distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`: this process reads its own
         experts, or its part of each expert. ep_group: as in `fp4_ops.prepare`; only the experts are divided.
@@ -62,12 +66,18 @@ def load_checkpoint(
     a CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a
     time, directly to `device`. `model.hf_quantizer.report` says what was loaded.
     """
+    gpu: torch.device | None = None
+    if gpu_memory is not None:
+        check_placement(gpu_memory, trainable_inputs, ep_group or distributed_config)
+        gpu, device = torch.device(device), "cpu"
+        gpu = default_device() if gpu.index is None else gpu
     if (file := find_gguf(Path(path))) is not None:
-        return _load_gguf(
+        model = _load_gguf(
             file, model_or_config, activation=activation, device=device, dtype=dtype, requantize=requantize,
             trainable_inputs=trainable_inputs, distributed_config=distributed_config, ep_group=ep_group,
             batch_invariant=batch_invariant,
         )  # fmt: skip
+        return _placed(model, gpu_memory, gpu)
     folder = Folder(path)
     stored = storage(folder)
     if stored is None:
@@ -92,7 +102,14 @@ def load_checkpoint(
             folder.path, config=config, dtype=dtype, output_loading_info=True, **trusted
         )
     check_info(info, folder.path)
-    return model
+    return _placed(model, gpu_memory, gpu)
+
+
+def _placed(model: Any, gpu_memory: int | str | None, gpu: torch.device | None) -> PreTrainedModel:
+    """Returns the model, moved to a GPU within a budget of its memory if there is one."""
+    if gpu_memory is not None:
+        model.hf_quantizer.report.memory = place_experts(model, gpu_memory, gpu)
+    return cast(PreTrainedModel, model)
 
 
 def _load_gguf(

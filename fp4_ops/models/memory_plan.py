@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .distributed.division import top_k_of
-from .experts import PackedWeight
-from .tensor import FP4Tensor
+from ..distributed.division import top_k_of
+from ..experts.packed import slot_weights
+from ..tensor import FP4Tensor
 
 _UNITS = {
     **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
@@ -189,23 +189,30 @@ def plan_memory(model: nn.Module, gpu_memory: int | str, rates: Rates = ASSUMED)
     """
     budget = parse_bytes(gpu_memory, "gpu_memory")
     layers: list[LayerExperts] = []
-    of_experts: set[int] = set()
+    packed: set[int] = set()
     for name, module in model.named_modules():
-        weights = [m for m in module.children() if isinstance(m, PackedWeight)]
-        if not weights or any(id(w) in of_experts for w in weights):
-            continue  # experts that an earlier module shares
-        experts = weights[0].packed.shape[0]
+        recipe = getattr(module, "_fp4_recipe", None)
+        if recipe is None or id(module._modules[recipe.form.gate_up]) in packed:
+            continue  # a module without experts, or with those of an earlier one
+        weights = [module._modules[n] for n in (recipe.form.gate_up, recipe.form.down)]
+        held = [t for t in slot_weights(module) if t is not None]
+        experts = held[0].shape[0]
         top_k = min(experts, top_k_of(model) or experts)
-        layers.append(LayerExperts(name, experts, top_k, sum(w.num_bytes for w in weights) // experts))
-        for weight in weights:
-            of_experts.update((id(weight), *map(id, weight.buffers()), *map(id, weight.parameters())))
+        layers.append(LayerExperts(name, experts, top_k, sum(t.nbytes for t in held) // experts))
+        packed.update(id(t) for w in weights for t in (w, *w.buffers(), *w.parameters()))
     if not layers:
         raise ValueError(
             "fp4: gpu_memory was given, and no experts of the model run by fp4::moe, so none could get a "
             "slot. Leave gpu_memory out"
         )
-    others: Iterable[Any] = (t for t in (*model.parameters(), *model.buffers()) if id(t) not in of_experts)
+    others: Iterable[Any] = (t for t in (*model.parameters(), *model.buffers()) if id(t) not in packed)
     return MemoryPlan(budget, _unique_bytes(others), tuple(layers), rates)
+
+
+def memory_plan_of(model: Any) -> MemoryPlan | None:
+    """Returns the plan by which a model was placed, None if it was not."""
+    found: MemoryPlan | None = getattr(model, "__dict__", {}).get("_fp4_memory_plan")
+    return found
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:
@@ -218,26 +225,18 @@ def _unique_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def check_pinned(needed: int, available: int | None = None, limit: int | None = None) -> None:
-    """Raise RuntimeError where the host cannot pin that many bytes.
-
-    available: memory that is free, as /proc/meminfo says. limit: of this process's locked memory
-    (`ulimit -l`); -1: none.
-    """
-    if available is None:
-        available = _available()
-    if limit is None:
-        limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if available is not None and needed > available:
-        raise RuntimeError(
-            f"fp4: the experts take {size(needed)} of pinned memory, and {size(available)} of the host's "
-            "memory are free. Free some, or give a gpu_memory in which all experts fit"
-        )
-    if limit not in (-1, resource.RLIM_INFINITY) and needed > limit:
-        raise RuntimeError(
-            f"fp4: the experts take {size(needed)} of pinned memory, and this process may lock {size(limit)} "
-            "(`ulimit -l`). Raise it: `ulimit -l unlimited`, in a container --ulimit memlock=-1"
-        )
+def cannot_pin(size_needed: int, error: int) -> str:
+    """Returns the words of an error: CUDA's number `error`, when so many bytes of host memory were pinned."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    locked = "no limit" if limit == resource.RLIM_INFINITY else size(limit)
+    available = _available()
+    free = "unknown" if available is None else size(available)
+    return (
+        f"fp4: the host could not pin {size(size_needed)} of experts (CUDA error {error}): {free} of its "
+        f"memory are available, and this process may lock {locked} (`ulimit -l`). Free memory, raise the "
+        "limit (`ulimit -l unlimited`, in a container --ulimit memlock=-1), or give a gpu_memory in which "
+        "all experts fit"
+    )
 
 
 def _available() -> int | None:
