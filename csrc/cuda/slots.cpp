@@ -88,9 +88,9 @@ Cache cache_of(const std::vector<Tensor>& host, const Tensor& slots, int64_t exp
 }
 
 // Brings the experts of a round into slots; returns their ids as slots, -1 for those of other rounds.
-Tensor fetch(const Here& here, const Plan& plan, const device::SlotParts& parts, int round) {
+Tensor fetch(const Here& here, const Plan& plan, const device::SlotParts& parts, int round, int blocks) {
   const Tensor ids = here.empty({plan.ids.size(0), plan.ids.size(1)}, ScalarType::Int);
-  check_launch(here.kernels().slots_fetch(&plan.fields, &parts, round, mutable_pointer<int>(ids), here.sms(),
+  check_launch(here.kernels().slots_fetch(&plan.fields, &parts, round, mutable_pointer<int>(ids), blocks,
                                           here.stream()),
                "fp4_kernel_slots_fetch");
   return ids;
@@ -137,12 +137,12 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   const Here here(state);
   require_kernels("moe_slots", *shape.up.layout, here);
   const Plan plan = make_plan(here, topk_ids, state, count);
-  if (plan.fields.rounds == 1) return block(true, fetch(here, plan, parts, 0), dtype).out;
+  if (plan.fields.rounds == 1) return block(true, fetch(here, plan, parts, 0, here.sms()), dtype).out;
 
   // Each row has its expert in one round. So rows are collected and added up at the end, as without rounds.
   std::optional<Tensor> rows, sums;
   for (int round = 0; round < plan.fields.rounds; ++round) {
-    const Tensor ids = fetch(here, plan, parts, round);
+    const Tensor ids = fetch(here, plan, parts, round, here.sms());
     const Outcome made = block(false, ids, ScalarType::Float);
     if (!made.rows) {
       sums =
@@ -178,7 +178,7 @@ std::tuple<Tensor, Tensor> slots_plan(const Tensor& topk_ids, const Tensor& stat
 }
 
 Tensor slots_fetch(const Tensor& topk_ids, const Tensor& fetches, const Tensor& place,
-                   const std::vector<Tensor>& host, const Tensor& slots, int64_t round) {
+                   const std::vector<Tensor>& host, const Tensor& slots, int64_t round, int64_t blocks) {
   const Here here(place);
   Plan plan{as_contiguous(topk_ids), fetches, place, {}};
   plan.fields = {.ids = pointer(plan.ids),
@@ -189,7 +189,8 @@ Tensor slots_fetch(const Tensor& topk_ids, const Tensor& fetches, const Tensor& 
                  .rounds = int(fetches.size(0)),
                  .fetches = mutable_pointer<int>(fetches),
                  .place = mutable_pointer<int>(place)};
-  return fetch(here, plan, cache_of(host, slots, place.numel(), plan.fields.slots).parts, int(round));
+  return fetch(here, plan, cache_of(host, slots, place.numel(), plan.fields.slots).parts, int(round),
+               blocks > 0 ? int(blocks) : here.sms());
 }
 
 }  // namespace
@@ -199,7 +200,7 @@ FP4_FRAGMENT(FP4_PARTS_LIBRARY, m) {
   m.def("slots_plan(Tensor topk_ids, Tensor(a!) state, int slots) -> (Tensor, Tensor)");
   m.def(
       "slots_fetch(Tensor topk_ids, Tensor fetches, Tensor place, Tensor[] host, Tensor(a!) slots, "
-      "int round) -> Tensor");
+      "int round, int blocks=0) -> Tensor");
 }
 FP4_REGISTER(FP4_LIBRARY, FP4_DISPATCH_KEY, m) { m.impl("moe_slots", FP4_BOX(moe_slots)); }
 FP4_REGISTER(FP4_PARTS_LIBRARY, FP4_DISPATCH_KEY, m) {

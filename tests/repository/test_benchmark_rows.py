@@ -607,3 +607,46 @@ def test_rows_of_ggml(monkeypatch):
     assert len(products) == 2 * 9 and {r["weights"] for r in products} == {"cached", "streamed"}
     assert {r["speedup"] for r in products} == {None, 2.0}
     assert products[0]["kernel"] == "fp4_ops mxfp4" and products[0]["error"] == 1e-3
+
+
+@pytest.fixture
+def host_slots(monkeypatch):
+    """Experts in host memory without a GPU: nothing is mapped, captured or timed."""
+    module = imported("slots")
+    monkeypatch.setattr(module, "map_block", lambda block, device: block)
+    monkeypatch.setattr(module, "graph_of", lambda call: call)
+    monkeypatch.setattr(module, "link_rate", lambda: 5e10)
+    monkeypatch.setattr(module, "LAYOUT", "plain")
+    monkeypatch.setattr(module, "WARM", 1)
+    monkeypatch.setattr(module, "STEPS", 2)
+    event = types.SimpleNamespace(record=lambda: 0, synchronize=lambda: 0, elapsed_time=lambda _: 1.0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    for name in ("empty_cache", "synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("max_memory_allocated", "memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    return module
+
+
+def test_rows_of_slots(host_slots, monkeypatch):
+    small = host_slots.Model("qwen3-30b", 64, 32, 8, 2, "nvfp4", "silu_interleaved", False)
+    monkeypatch.setattr(host_slots, "MODELS", {small.name: small})
+    parts = types.SimpleNamespace(slots_plan=lambda *_: (0, 0), slots_fetch=lambda *_: 0)
+    monkeypatch.setattr(torch.ops, "fp4_parts", parts)
+    rows = first_rows("slots", ["--layers", "2", "--models", "qwen3-30b", "--tokens", "20"])
+    assert [r["table"] for r in rows] == ["link"] * 3 + ["decode"] * 8 + ["prefill"] * 4
+    assert [r["routing"] for r in rows[3:7]] == ["same", "recent", "uniform", "new"]
+
+
+def test_rows_of_slots_model(host_slots, monkeypatch):
+    module = imported("slots_model")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    small = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    small |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 100}
+    monkeypatch.setattr(module, "CONFIG", {**module.CONFIG, **small})
+    monkeypatch.setattr(importlib.import_module("fp4_ops.memory_plan"), "RESERVE_LEAST", 1)
+    rows = first_rows("slots_model", ["--layers", "1", "--steps", "10", "--batches", "2", "--tokens", "8"])
+    assert [(r["table"], r["experts"]) for r in rows] == [
+        (table, where) for where in ("GPU", "slots") for table in ("prefill", "generate")
+    ]
+    assert rows[-1]["equal_ratio"] == 1.0

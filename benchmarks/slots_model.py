@@ -1,0 +1,134 @@
+"""Generates with a model whose experts are in host memory, beside the same model on the GPU.
+
+    python benchmarks/slots_model.py [--layers 6] [--steps 256] [--batches 1,8] [--tokens 2048,8192]
+
+A Qwen3-MoE with 30B-A3B's layer shapes and random weights in nvfp4: first all on the GPU, then within a
+budget in which 40 % of the experts have slots. `generate` runs with a static cache and `decoding_loop`, which
+captures a step as a CUDA graph.
+
+generate  ms of a step; the share of the tokens that are those of the model on the GPU; graphs that Dynamo
+          compiled; the growth of the allocator's memory from the second call to the third.
+prefill   ms of a forward pass, and the allocator's peak beside the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import record
+import torch
+from slots import ms
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import fp4_ops
+from fp4_ops.expert_slots import ExpertSlots, place_experts
+from fp4_ops.memory_plan import plan_memory
+
+SHARE = 0.4
+CONFIG: dict[str, Any] = {
+    "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "vocab_size": 32768, "max_position_embeddings": 40960, "pad_token_id": 0, "eos_token_id": None,
+    "bos_token_id": None,
+}  # fmt: skip
+DEVICE, PROMPT = "cuda", 32
+
+
+def new_model(layers: int) -> Any:
+    with torch.device(DEVICE):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=layers, **CONFIG)).eval()
+        torch.set_default_dtype(torch.float32)
+    torch.nn.init.normal_(model.get_input_embeddings().weight)  # else all tokens are routed alike
+    fp4_ops.prepare(model, "nvfp4")
+    return model
+
+
+def budget_for(model: Any) -> int:
+    """Returns a budget in which the reserve is a tenth and slots are for SHARE of the experts."""
+    plan = plan_memory(model, 2**50)
+    return int((plan.dense_bytes + (SHARE + 0.002) * plan.expert_bytes) * 10 / 9)
+
+
+def generated(model: Any, ids: torch.Tensor, steps: int) -> torch.Tensor:
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, do_sample=False,
+        cache_implementation="static", custom_generate=fp4_ops.decoding_loop,
+    )[:, ids.shape[1] :]  # fmt: skip
+
+
+def generate(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Returns the tokens of a call, and what it took."""
+    stats = torch._dynamo.utils.counters["stats"]
+    before = stats["unique_graphs"]
+    generated(model, ids, 8)
+    compiled = stats["unique_graphs"] - before
+    held = torch.cuda.memory_allocated()
+    short = ms(lambda: generated(model, ids, 8))
+    tokens = generated(model, ids, steps)
+    took = ms(lambda: generated(model, ids, steps), runs=1)
+    return tokens, {
+        "ms": (took - short) / (steps - 8), "compiled": compiled,
+        "compiled_later": stats["unique_graphs"] - before - compiled,
+        "grown_mb": (torch.cuda.memory_allocated() - held) / 1e6,
+    }  # fmt: skip
+
+
+def counted(model: Any, call: Callable[[], Any]) -> tuple[Any, float | None]:
+    """Returns what a call returns, and the share of the wanted experts that were in slots."""
+    caches = [m for m in model.modules() if isinstance(m, ExpertSlots)]
+    before = [c.read_counters() for c in caches]
+    out = call()
+    pairs = [(a - c, b - d) for cache, (c, d) in zip(caches, before) for a, b in [cache.read_counters()]]
+    wanted, fetched = (sum(each) for each in zip(*pairs)) if pairs else (0, 0)
+    return out, 1 - fetched / wanted if wanted else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--batches", default="1,8")
+    parser.add_argument("--tokens", default="2048,8192")
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
+    with torch.no_grad():
+        model = new_model(args.layers)
+        vocabulary = CONFIG["vocab_size"]
+        batches = [int(b) for b in args.batches.split(",")]
+        prompts = {b: torch.randint(1, vocabulary, (b, PROMPT), device="cuda") for b in batches}
+        texts = [torch.randint(1, vocabulary, (1, int(n)), device="cuda") for n in args.tokens.split(",")]
+        want = {}
+        for where in ("GPU", "slots"):
+            budget = None
+            if where == "slots":
+                budget = budget_for(model)
+                print(place_experts(model, budget))
+                torch._dynamo.reset()
+                gc.collect()
+                torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            for text in texts:
+                run = lambda: model(text, use_cache=False, logits_to_keep=1)  # noqa: E731, B023
+                took, hit = counted(model, lambda: ms(run))  # noqa: B023
+                yield {
+                    "table": "prefill", "experts": where, "tokens": text.shape[1], "ms": took,
+                    "hit_ratio": hit, "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+                    "budget_gb": budget and budget / 1e9,
+                }  # fmt: skip
+            for batch, ids in prompts.items():
+                (tokens, row), hit = counted(model, lambda: generate(model, ids, args.steps))  # noqa: B023
+                same = (tokens == want.setdefault(batch, tokens)).float().mean().item()
+                yield {
+                    "table": "generate", "experts": where, "batch": batch, "steps": args.steps, **row,
+                    "hit_ratio": hit, "equal_ratio": same,
+                    "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+                    "budget_gb": budget and budget / 1e9,
+                }  # fmt: skip
+
+
+if __name__ == "__main__":
+    record.main(__doc__, add_arguments, rows)
