@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 import fp4_ops  # noqa: F401  loads the operators
-from fp4_ops.expert_slots import ExpertSlots, host_block, map_block
+from fp4_ops.models.expert_slots import ExpertSlots, host_block, map_block
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from slots import ms
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fp4_ops
-from fp4_ops.expert_slots import ExpertSlots, place_experts
-from fp4_ops.memory_plan import plan_memory
+from fp4_ops.models.expert_slots import ExpertSlots, place_experts
+from fp4_ops.models.memory_plan import plan_memory
 
 SHARE = 0.4
 CONFIG: dict[str, Any] = {

@@ -644,7 +644,7 @@ def test_rows_of_slots_model(host_slots, monkeypatch):
     small = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
     small |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 100}
     monkeypatch.setattr(module, "CONFIG", {**module.CONFIG, **small})
-    monkeypatch.setattr(importlib.import_module("fp4_ops.memory_plan"), "RESERVE_LEAST", 1)
+    monkeypatch.setattr(importlib.import_module("fp4_ops.models.memory_plan"), "RESERVE_LEAST", 1)
     rows = first_rows("slots_model", ["--layers", "1", "--steps", "10", "--batches", "2", "--tokens", "8"])
     assert [(r["table"], r["experts"]) for r in rows] == [
         (table, where) for where in ("GPU", "slots") for table in ("prefill", "generate")
