@@ -52,7 +52,7 @@ MODELS = {
 }
 LAYOUT = "sm90"
 SHARE = 0.4
-"""Of the experts have slots."""
+"""Share of the experts that have slots."""
 WARM, STEPS = 30, 60
 RUNS = 3
 

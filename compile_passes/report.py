@@ -195,7 +195,7 @@ class Report:
     hints: list[str] = field(default_factory=list)
     """The smallest changes that would let more be rewritten."""
     memory: str = ""
-    """What of the model lies on the GPU and what in host memory, if it was given a budget (gpu_memory)."""
+    """Plan of where the weights lie, if the model was given a budget (gpu_memory)."""
 
     @property
     def sites(self) -> list[Site]:

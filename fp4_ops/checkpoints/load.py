@@ -51,7 +51,7 @@ class LoadReport:
     nbytes: int = 0
     """Bytes of the 4-bit weights: codes and scales."""
     memory: MemoryPlan | None = None
-    """What lies where, if `gpu_memory` was given."""
+    """Plan of where the weights lie, if `gpu_memory` was given."""
 
     def __str__(self) -> str:
         lines = [

@@ -82,7 +82,7 @@ class LayerExperts:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What lies where within a budget of GPU memory."""
+    """Plan of where the weights lie within a budget of GPU memory."""
 
     budget: int
     dense_bytes: int

@@ -64,7 +64,7 @@ class PrepareReport:
     division: str = ""
     """Division of experts over processes, spread or split, and what the other way would cost."""
     memory: MemoryPlan | None = None
-    """What lies where, if `gpu_memory` was given."""
+    """Plan of where the weights lie, if `gpu_memory` was given."""
 
     @property
     def prepared(self) -> list[PreparedModule]:
