@@ -169,6 +169,19 @@ def test_a_returned_cache_has_no_step_too_many(models, ours, monkeypatch):
     assert len(ours) == 1
 
 
+def test_16_bit_logits_are_compared_without_a_copy(ours, monkeypatch):
+    """As on a GPU. Of equal logits, both loops take the first."""
+    dtypes = []
+    monkeypatch.setattr(generation, "_compares_fast", lambda logits: dtypes.append(logits.dtype) or True)
+    model = prepared("mixtral").bfloat16()
+    want, got, *_ = both(model, {"input_ids": tokens(3, 5)})
+    assert torch.equal(got, want)
+    both(model, {"input_ids": tokens(3, 5), "do_sample": True})
+    assert dtypes == [torch.bfloat16] * NEW and len(ours) == 2
+    for x in (torch.randint(-3, 3, (9, 99)), torch.tensor([[1.0, torch.nan, torch.inf, torch.nan]])):
+        assert torch.equal(x.bfloat16().argmax(-1), x.float().argmax(-1))
+
+
 @pytest.mark.parametrize("end", [True, False])
 def test_a_streamer_gets_what_generate_gives_it(end, models):
     options = {"input_ids": tokens(1, 5), "max_new_tokens": 12}
