@@ -23,6 +23,7 @@ from ..meta.layouts import LAYOUTS, packed_spec, preferred_layout
 from ..quantization import Calibration, Method, find_method, quantize_weight
 from ..quantization.weight import check_calibration, matrices_at_once, threads_of
 from ..runtime.relayout import relayout
+from .attention_plans import avoid_attention_plans
 from .expert_lists import find_lists, linears, put, summary
 from .expert_parallel import connect_model
 from .head_rows import fold_head_rows
@@ -420,6 +421,7 @@ def choose_implementation(model: nn.Module) -> None:
     """
     experts.register()
     fold_head_rows(model)
+    avoid_attention_plans(model)
     modules: list[Any] = [m for m in model.modules() if is_experts(m)]
     if any(hasattr(m, "_fp4_recipe") for m in modules):
         own_configs(model)
