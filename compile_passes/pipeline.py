@@ -17,6 +17,7 @@ from ..meta.torch_internals import TracingContext, is_precompiling, pytree, set_
 from . import advice
 from .dynamo import left_out
 from .dynamo.extend import allow_scalars
+from .dynamo.lengths import guard_equal_lengths
 from .fail_open import compiled_or_as_captured
 from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import called, example
@@ -66,6 +67,7 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
         )
         options.a_format(device, any_layout)
     try:
+        guard_equal_lengths(gm)
         rewritten, frame.sites, frame.unrouted = _rewritten(gm, inputs, options, {}, {}, passes)
         frame.also = rewritten.also if rewritten is not None else []
     except Refused as why:

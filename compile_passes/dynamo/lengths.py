@@ -1,0 +1,48 @@
+"""Lengths that a graph break has torn apart: ids, weights and rows that each have a length of their own.
+
+If Dynamo breaks the graph between a router and its experts, the rest of the function is a graph that reads
+ids [s1, k], weights [s2, k] and rows [s0, H]. Nothing in it says that the lengths are equal, so no proof
+would hold. They are equal in this call. A guard makes that a fact, and Dynamo compiles again for a call where
+it is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..graph.traced_nodes import called, example
+
+
+def guard_equal_lengths(gm: fx.GraphModule) -> None:
+    """Guard that inputs have equally many rows, where they have in this call."""
+    inputs = [
+        _rows(example(n))
+        for n in gm.graph.find_nodes(op="placeholder")
+        if isinstance(example(n), torch.Tensor) and not any(called(user) == "embedding" for user in n.users)
+    ]
+    for a, b in combinations(filter(_is_symbolic, inputs), 2):
+        for i, j in zip(a, b) if len(a) == len(b) else [(prod(a), prod(b))]:
+            if str(i) != str(j) and _now(i) is not None and _now(i) == _now(j):
+                bool(i == j)  # adds the guard
+
+
+def _rows(x: torch.Tensor) -> Sequence[Any]:
+    """Return the sizes that count rows: [T] of one number a row, [T] of [T, H], [B, T] of [B, T, H]."""
+    return x.shape[: max(x.dim() - 1, 1)] if x.dim() <= 3 else ()
+
+
+def _now(size: Any) -> Any:
+    """Return what a size is in this call, or None if only the data say."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return size.node.hint if size.node.has_hint() else None
+
+
+def _is_symbolic(sizes: Sequence[Any]) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in sizes)
