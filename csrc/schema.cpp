@@ -73,6 +73,9 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   m.def(
       "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight, float eps, "
       "Tensor? residual, *, bool early=False, bool keep_norm=False) -> Tensor[]");
+  m.def(
+      "top_experts(Tensor logits, int k, *, bool softmax=False, bool normalize=False, "
+      "ScalarType? out_dtype=None) -> (Tensor, Tensor)");
 
   // --- several processes (fp4_ops/distributed/) ---
   m.def(

@@ -651,6 +651,17 @@ def check_linear(
         check_shape("residual", residual, (*leading(x, -1), weight.shape[0]))
 
 
+def check_top_experts(logits: torch.Tensor, k: int, out_dtype: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype of the weights."""
+    check_dtype("logits", logits, FLOATING)
+    check_not_scalar("logits", logits)
+    check(
+        k >= 1 and k <= logits.shape[-1],
+        lambda: f"k is {k}; it must be between 1 and the number of experts, {logits.shape[-1]}",
+    )
+    return resolve_out_dtype(logits, out_dtype)
+
+
 def check_offs_to_m_indices(offs: torch.Tensor, m: int) -> None:
     check_offsets("offs", offs)
     check_count("m", m)

@@ -189,6 +189,13 @@ def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep
 
 
 @_fake
+def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):
+    dtype = checks.check_top_experts(logits, k, out_dtype)
+    shape = (*logits.shape[:-1], k)
+    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+
+
+@_fake
 def moe_ep(
     x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
     w13_bias=None, w2_bias=None, *, num_experts, tokens, group_name, max_tokens=None, format,

@@ -4,7 +4,7 @@ Inductor calls torch's own topk: a kernel that selects and one that sorts, with 
 Decoding one token on an H200 they take as long as one of the layer's expert products (9 us, 128 experts).
 Written as rounds, each the largest of what is left, it is reductions over the rows that softmax reduces: one
 Triton kernel for both. (Sorting whole rows, which Inductor generates too, is twice the instructions and one
-more kernel.)
+more kernel.) Hopper GPUs have a kernel for it (top_experts.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..graph.dead_code import erase_unused
 from ..graph.nodes import FLOATING, arguments, aten, item, shape, static_int, value
+from ..operands import integer
+from . import top_experts
 
 DEVICES = ("cuda",)
 MAX_ROW = 512
@@ -30,24 +33,39 @@ def write_topk(graph: fx.Graph) -> list[str]:
     The values are those of topk, NaN first; of equal ones the lowest index comes first, where topk promises
     no order.
     """
-    done: Counter[tuple[int, int]] = Counter()
+    done: Counter[tuple[int, int, bool]] = Counter()
     for node in graph.find_nodes(op="call_function", target=aten.topk.default):
-        if _qualifies(node):
-            x, k = node.args[:2]
-            with graph.inserting_before(node):
-                results = _rounds(graph, x, k, shape(x)[-1])
-            for user in list(node.users):
-                new = results[user.args[1]]
-                new.meta.update(user.meta)
-                user.replace_all_uses_with(new)
-                graph.erase_node(user)
-            graph.erase_node(node)
-            done[k, shape(x)[-1]] += 1
-    return [
-        f"{n} topk of {k} in {e} became rounds of a maximum, which Inductor fuses with the router around "
-        "them (of equal scores the lowest index comes first)"
-        for (k, e), n in done.items()
-    ]
+        if not _qualifies(node):
+            continue
+        x, k = node.args[:2]
+        e, by_kernel = shape(x)[-1], top_experts.runs(value(x).device)
+        if by_kernel:
+            top_experts.write_top_experts(graph, node)
+        else:
+            _write_rounds(graph, node)
+        done[k, e, by_kernel] += 1
+    if done:
+        erase_unused(graph)
+    return [f"{n} topk of {k} in {e} became {_WORDS[by_kernel]}" for (k, e, by_kernel), n in done.items()]
+
+
+_TIES = "(of equal scores the lowest index comes first)"
+_WORDS = {
+    True: f"fp4::top_experts, with the softmax before them and the division after {_TIES}",
+    False: f"rounds of a maximum, which Inductor fuses with the router around them {_TIES}",
+}
+
+
+def _write_rounds(graph: fx.Graph, node: fx.Node) -> None:
+    a = arguments(node)
+    with graph.inserting_before(node):
+        results = _rounds(graph, a["self"], a["k"], shape(a["self"])[-1])
+    for user in list(node.users):
+        new = results[integer(user, 1)]
+        new.meta.update(user.meta)
+        user.replace_all_uses_with(new)
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def _qualifies(node: fx.Node) -> bool:

@@ -86,10 +86,13 @@ Kernels load(const std::string& path) {
   find(k.slots_plan, "fp4_kernel_slots_plan");
   find(k.slots_fetch, "fp4_kernel_slots_fetch");
   find(k.dequantize, "fp4_kernel_dequantize");
-  k.linears = reinterpret_cast<decltype(k.linears)>(
-      dlsym(library, "fp4_kernel_linears"));  // only some families have it
-  k.prefill_most_shared =
-      reinterpret_cast<decltype(k.prefill_most_shared)>(dlsym(library, "fp4_kernel_prefill_most_shared"));
+  // Only some families have these.
+  const auto look_for = [&]<class F>(F& to, const char* name) {
+    to = reinterpret_cast<F>(dlsym(library, name));
+  };
+  look_for(k.linears, "fp4_kernel_linears");
+  look_for(k.top_experts, "fp4_kernel_top_experts");
+  look_for(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");
   return k;
 }
 

@@ -6,6 +6,7 @@
 
 #include "cuda/gpu.h"
 #include "device/linears.h"
+#include "device/top_experts.h"
 
 namespace fp4::cuda {
 
@@ -27,6 +28,7 @@ struct Kernels {
   decltype(&fp4_kernel_slots_fetch) slots_fetch;
   decltype(&fp4_kernel_dequantize) dequantize;
   decltype(&fp4_kernel_linears) linears;                          // only in _sm90.so
+  decltype(&fp4_kernel_top_experts) top_experts;                  // only in _sm90.so
   decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // only in _sm80.so
 };
 

@@ -64,7 +64,7 @@ std::optional<LinearsConfig> configure_linears(const LinearsParams& given, const
       p.config = {cluster_bits, row_warp_bits};
       if (gpu.sms < 1 << cluster_bits) continue;
       const int columns = device::linear_columns(p.rows);
-      const int wanted = columns == 1 ? 8 : columns == 4 ? 3 : cluster_bits == 3 ? 4 : 8;
+      const int wanted = columns == 4 ? 3 : cluster_bits == 3 ? 4 : 8;
       if (!fit_depth(p, wanted, gpu)) continue;
       const double its = cost(p, {cluster_bits, row_warp_bits}, fitted);
       if (!best || its < least) best = p.config, least = its;

@@ -148,3 +148,15 @@ def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep
     if residual is not None:
         made = [residual + y for y in made]
     return [*made, rows.contiguous()] if keep_norm else made
+
+
+def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):
+    """Chooses the k largest logits of each row, of equal ones the lowest index first."""
+    dtype = checks.check_top_experts(logits, k, out_dtype)
+    ids = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    ids = ids.clone(memory_format=torch.contiguous_format)
+    scores = logits.float().softmax(-1) if softmax else logits.float()
+    weights = scores.gather(-1, ids)
+    if normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(dtype, memory_format=torch.contiguous_format, copy=True), ids

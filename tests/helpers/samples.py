@@ -185,6 +185,14 @@ def _linears(rng, device):
     return (random(*lead, k), weights, biases, norm, 1e-6, residual), options
 
 
+def _top_experts(rng, device):
+    experts = rng.choice((1, 5, 32, 128))
+    lead = [rng.randint(0, 4), rng.randint(1, 4)][: rng.randint(0, 2)]
+    logits = torch.randn(*lead, experts, device=device).to(rng.choice(FLOATS))
+    options = {"softmax": rng.random() < 0.5, "normalize": rng.random() < 0.5}
+    return (logits, rng.randint(1, min(experts, 8))), {**options, "out_dtype": rng.choice((None, *FLOATS))}
+
+
 def _quantize(rng, device):
     x, format = _x(rng, device), rng.choice(FORMATS)
     given = format == "nvfp4" and rng.random() < 0.3
@@ -248,6 +256,7 @@ SAMPLES = {
     "moe_slots": _moe_slots,
     "moe_input_grads": _moe_input_grads,
     "linears": _linears,
+    "top_experts": _top_experts,
     "moe_ep": _moe_ep,
     "all_reduce": lambda rng, device: ((_x(rng, device),), {"group_name": alone()}),
     "offs_to_m_indices": lambda rng, device: ((_offs(rng, rng.randint(1, 4), 9, device), 9), {}),

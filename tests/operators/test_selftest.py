@@ -30,9 +30,10 @@ def test_every_operator_format_layout_and_kind_has_a_case():
     assert blocks == set(itertools.product(FORMATS, layouts, A_FORMATS))
     assert {c.activation for c in cases if c.operator == "moe"} == set(ACTIVATIONS)
     done = {c.operator for c in cases} | {what.split()[0] for what, *_ in selftest.conversions("cpu")}
-    # unpack is part of prepack's check; gradients and orders of rows are exact, or torch's own; linears have
+    # unpack is part of prepack's check; gradients and orders of rows are exact, or torch's own; a step's have
     # no 4-bit weight; moe_slots is moe over other memory; the rest needs several processes.
-    others = {"unpack", "moe_input_grads", "moe_slots", "moe_ep", "all_reduce", "linears"}
+    others = {"unpack", "moe_input_grads", "moe_slots", "moe_ep", "all_reduce"}
+    others |= {"linears", "top_experts"}
     assert set(OPERATORS) - done == {*others, *ROWS}
 
 
