@@ -56,7 +56,7 @@ test-tools: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
 
 test-vllm: $(VENV)/tests
-	$(BIN)/python -m pytest -q -m vllm tests/serving
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --draw $(DRAW) -m vllm tests/serving/test_vllm.py
 
 test-kernels: $(VENV)/tests
 	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py

@@ -102,7 +102,9 @@ def pytest_collection_modifyitems(config, items) -> None:
             if total % crossed.args[0]:  # not drawn: `make test` and `make test-more` must run all there is
                 item.add_marker("more")
     n = config.getoption("--draw")
-    items[:] = [item for item in items if zlib.crc32(f"{SEED} {item.nodeid}".encode()) % n == 0]
+    numbers = {item: zlib.crc32(f"{SEED} {item.nodeid}".encode()) for item in items}
+    # At least one: pytest fails where no test is run.
+    items[:] = [i for i in items if numbers[i] % n == 0] or sorted(items, key=numbers.__getitem__)[:1]
     if getattr(config.option, "loadgroup", False):
         for item in items:
             group = item.get_closest_marker("xdist_group")

@@ -39,7 +39,7 @@ def _make(home: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     subprocess.run([sys.executable, "-m", "venv", str(part)], check=True)
     pip = [str(part / "bin/python"), "-m", "pip", "-q", "--disable-pip-version-check"]
-    done = subprocess.run([*pip, "install", REQUIREMENT], capture_output=True, text=True)
+    done = subprocess.run([*pip, "install", "--no-compile", REQUIREMENT], capture_output=True, text=True)
     if done.returncode:
         shutil.rmtree(part, ignore_errors=True)
         errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
