@@ -89,10 +89,11 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
         if norm is not None and norm.weight not in parameters:
             left["the norm's weight is not a parameter, or the graph writes to it"] += 1
             norm = None
-        if norm is not None and len(linears) <= MAX_WEIGHTS and _bytes(linears) <= MAX_BYTES:
-            _write_normed(graph, norm, linears)
+        taken = _first_that_fit(linears) if norm is not None else []
+        if norm is not None and taken:
+            _write_normed(graph, norm, taken)
             done["norm"] += 1
-            continue
+            continue  # products that are left read the norm's result from the operator
         for linear in linears:
             add = _residual(linear)
             if add is not None and _bytes([linear]) <= MAX_BYTES:
@@ -139,6 +140,15 @@ def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
 
 def _bytes(linears: list[_Linear]) -> int:
     return sum(value(linear.weight).nbytes for linear in linears)
+
+
+def _first_that_fit(linears: list[_Linear]) -> list[_Linear]:
+    """Returns the first products that fit into one call. A Qwen2-MoE layer has four of one norm."""
+    taken: list[_Linear] = []
+    for linear in linears:
+        if len(taken) < MAX_WEIGHTS and _bytes([*taken, linear]) <= MAX_BYTES:
+            taken.append(linear)
+    return taken
 
 
 def _source(x: fx.Node, k: int) -> fx.Node:

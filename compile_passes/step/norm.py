@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import FLOATING, arguments, aten, is_float_cast, is_op, is_tensor, same_shape, shape, value
+from ..graph.nodes import (
+    FLOATING,
+    arguments,
+    aten,
+    is_float_cast,
+    is_op,
+    is_tensor,
+    item,
+    same_shape,
+    shape,
+    value,
+)
 from ..operands import operand
 
 
@@ -34,6 +45,8 @@ def read_norm(node: fx.Node) -> Norm | None:
     """
     if is_float_cast(node) and any(_scaled(_uncast(a)) is not None for a in _factors(operand(node))):
         raise NotRead("the norm multiplies by its weight before it rounds")  # gpt-oss does this
+    if (made := item(node)) is not None and is_op(made[0], aten.native_layer_norm) and made[1] == 0:
+        raise NotRead("the norm subtracts the mean (LayerNorm)")
     if not is_op(node, aten.mul) or not is_tensor(node):
         return None
     for weight, scaled in _each_way(node):

@@ -212,6 +212,41 @@ def test_weights_are_early_behind_a_kernel_of_the_graph(device):
     assert [c.kwargs.get("early", False) for c in done.calls("linears")] == [False, True, True]
 
 
+class Four(nn.Module):
+    """A norm and the products of a Qwen2-MoE block: a router, a shared expert, and the gate of that."""
+
+    def __init__(self, norm=Norm) -> None:
+        super().__init__()
+        self.norm = norm()
+        self.layers = nn.ModuleList(nn.Linear(K, n, bias=False) for n in (5, 32, 32, 1))
+
+    def forward(self, x):
+        h = self.norm(x).view(-1, K)
+        return tuple(layer(h) for layer in self.layers)
+
+
+def test_three_of_four_products_share_a_kernel_with_the_norm(device):
+    done = run(Four().to(device, BF16), draw(device, 3, 1, K))
+    (call,) = done.calls("linears")
+    assert [tuple(w.meta["val"].shape) for w in call.args[1]] == [(5, K), (32, K), (32, K)]
+    assert call.kwargs["keep_norm"]
+    assert not [n for n in done.graphs[0].nodes if "rsqrt" in n.name]
+
+
+def test_products_whose_weights_are_too_large_are_left(device, monkeypatch):
+    monkeypatch.setattr(linears, "MAX_BYTES", 2 * K * (5 + 32 + 1))
+    done = run(Four().to(device, BF16), draw(device, 3, 1, K))
+    (call,) = done.calls("linears")
+    assert [w.meta["val"].shape[0] for w in call.args[1]] == [5, 32, 1]
+    monkeypatch.setattr(linears, "MAX_BYTES", K)
+    assert not run(Four().to(device, BF16), draw(device, 3, 1, K)).calls("linears")
+
+
+def test_a_layer_norm_is_refused_with_the_reason(device):
+    done = run(Four(lambda: nn.LayerNorm(K)).to(device, BF16), draw(device, 3, 1, K))
+    assert not done.calls("linears") and any("LayerNorm" in said for said in done.also)
+
+
 @pytest.mark.parametrize("norm", [Gemma, Late, Whole, Cube, Centred])
 def test_other_norms_stay(device, norm):
     done = run(Attention(norm).to(device, BF16), draw(device, 3, 1, K))
