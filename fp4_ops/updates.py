@@ -62,8 +62,8 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
-    """Gives the weight `name` new values. Returns False if the model has none. `given`: the name in
-    errors."""
+    """Gives the weight `name` new values. Returns False if the model has no such weight. Errors call the
+    weight `given`."""
     owner, parts = model, name.split(".")
     while parts and (child := owner._modules.get(parts[0])) is not None:
         if isinstance(child, PackedWeight):

@@ -71,7 +71,7 @@ def noted() -> Iterator[list[Left]]:
 
 
 def guarded(method: Function) -> Function:
-    """For `compile_frame` of Dynamo's `convert_frame`."""
+    """Wrap `compile_frame` of Dynamo's `convert_frame`."""
 
     def compile_frame(code: types.CodeType, *args: Any, **kwargs: object) -> object:
         before, _read.guards = _read.guards, ()
@@ -99,7 +99,7 @@ def guarded(method: Function) -> Function:
 
 
 def traced(method: Function) -> Function:
-    """For `trace_frame`: one attempt."""
+    """Wrap `trace_frame`, which is one attempt to trace a function."""
 
     def trace_frame(*args: object, **kwargs: object) -> object:
         try:
@@ -139,7 +139,7 @@ def _stands_alone(source: Source | None) -> bool:
 
 
 def guards_built(method: Function) -> Function:
-    """For `build_guards` of Dynamo's result for a function."""
+    """Wrap `build_guards` of Dynamo's result for a function."""
 
     def build_guards(self: DynamoOutput, *args: object, **kwargs: object) -> object:
         output = self.tracer_output.output_graph
@@ -197,6 +197,6 @@ def _as_it_is(code: types.CodeType, tracer: Tracer) -> DynamoOutput | None:
     left = api.DynamoOutput(**{f.name: given[f.name] for f in dataclasses.fields(api.DynamoOutput)})
     try:
         left.build_guards(code)
-    except Exception:  # of a trace that ended anywhere; then it is as without us
+    except Exception:  # the trace may have ended anywhere; without guards Dynamo does what it always did
         return None
     return left

@@ -297,8 +297,8 @@ class Indexing(SortedRows):
         return self._rows_where(self.value(mask, 0), value(mask).dtype, size)
 
     def _whole_rows(self, mask: fx.Node, of: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
-        """The same for a mask over all elements of `of` that is constant in each row: mask[..., None],
-        expanded or not."""
+        """Return the same as `_mask_rows` for a mask over the elements of `of` that has one value for each row:
+        mask[..., None], expanded or not."""
         v = self.value(mask, 0)
         if len(shape(mask)) != len(shape(of)) or len(v.dims) < 2 or free_axes(v.term) & set(v.dims[-1]):
             raise Opaque
@@ -330,9 +330,11 @@ class Indexing(SortedRows):
 
     @staticmethod
     def _as_any(v: Value, d: int, theirs: tuple[Axis, ...]) -> Value:
-        """Return `v`, over pairs (t, j) with ids[t, j] == e, as a value over the tokens t that have e
-        among their ids, if `theirs` is these tokens. Both have the same number and order, if no token has
-        an expert twice."""
+        """Return `v` over tokens instead of (token, choice) pairs, if `theirs` are these tokens.
+
+        `v` ranges over the pairs (t, j) with ids[t, j] == e. `theirs` ranges over the tokens t that have e
+        among their ids. If no token has an expert twice, both have the same rows in the same order.
+        """
         d %= len(v.dims)
         ours = v.dims[d]
         rows, tokens = (g[0] if len(g) == 1 else None for g in (ours, theirs))
@@ -388,7 +390,8 @@ class Indexing(SortedRows):
         return ChosenRows(size, bound, Apply(aten.eq, (key, Const(e))))
 
     def _whole(self, parts: list[Value]) -> tuple[ChosenRows, list[Value]]:
-        """Return the sorted rows, if these are the parts of all experts, and the parts over them."""
+        """Return the sorted rows that were cut into these parts, one for each expert. Also return the parts
+        over the axes of these rows."""
         for rows, owns in self._parts.items():
             if [v.dims[0] for v in parts] == [(own,) for own in owns]:
                 terms = [substitute(v.term, dict(zip(own.bound, rows.bound))) for v, own in zip(parts, owns)]
@@ -576,6 +579,6 @@ def _places(node: fx.Node, d: int) -> fx.Node | None:
 
 
 def _is_of_selected_rows(index: Value) -> bool:
-    """Return whether an index is an axis over which rows range that a mask selects."""
+    """Return whether an index is an axis of rows that a mask selects."""
     rows = [a for a in index.axes if isinstance(a, ChosenRows) and a.key is None]
     return any(index.term is x for r in rows for x in r.bound)

@@ -1,9 +1,8 @@
 """Sums over processes as `fp4::all_reduce`, where kernels carry them over NVLink.
 
 Models whose experts or heads are spread or split end each part in an all-reduce: DTensor's redistribution,
-transformers' hooks and `torch.distributed.all_reduce` are the same nodes in a graph. NCCL's takes 12 us for a
-few tokens, and a kernel that writes into the other GPUs' memory 4 (docs/several_gpus.md). What the experts
-of a process give is so added right behind their last product.
+transformers' hooks and `torch.distributed.all_reduce` are the same nodes in a graph. For a few tokens, NCCL's
+all-reduce takes 12 us. A kernel that writes into the other GPUs' memory takes 4 us (docs/several_gpus.md).
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def _all_reduces(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _group_with_workspace(node: fx.Node) -> str | None:
-    """The name of a group of the same processes that has a workspace for so much; None: leave it alone."""
+    """Return a group of the same processes whose workspace is large enough for the sum, or None."""
     a = arguments(node)
     x, group = a["input"], a["group_name"]
     if a["reduce_op"] != "sum" or not isinstance(group, str) or not is_tensor(x):
@@ -67,7 +66,8 @@ def _is_wait(node: fx.Node) -> bool:
 
 
 def _bytes(x: torch.Tensor) -> int | None:
-    """As it is now: with dynamic shapes other calls may have more, which fp4::all_reduce hands to NCCL."""
+    """Return the size in this call. With dynamic shapes other calls may be larger; if the workspace is too
+    small for one, fp4::all_reduce calls NCCL."""
     if free_unbacked_symbols(x):
         return None
     numel: Any = x.numel()

@@ -20,9 +20,9 @@ def as_written(node: fx.Node) -> Any:
     """Return the function by which a call is traced; `node.target` if it is a method or needs no other.
 
     `torch.einsum` of three operands is traced as two products from left to right, even if the package
-    opt_einsum is installed. That package chooses the order by sizes; then what scales an expert's result
-    could scale its activations instead. `w[i]`, where i is a tensor without dimensions, is traced as a row of
-    `w[i.reshape(1)]`, because for `w[i]` torch would ask for the number i.
+    opt_einsum is installed. That package chooses the order by sizes. A factor of an expert's result could
+    then become a factor of its activations. `w[i]`, where i is a tensor without dimensions, is traced as a
+    row of `w[i.reshape(1)]`, because for `w[i]` torch would ask for the number i.
     """
     if node.target is torch.functional.einsum:
         return _from_left_to_right

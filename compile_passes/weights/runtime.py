@@ -158,7 +158,7 @@ class _Lookup:
         return met.packed, None
 
     def ask(self, args: Sequence[Any], but: Sequence[int]) -> _Packed:
-        """Ask each store. `but`: the serials of entries that are not to be trusted.
+        """Ask each store for its packed weight. Entries whose serials are in `but` are packed again.
 
         If a sample of one weight differs, all weights of the graph are suspect: a program that changes one
         usually changes others, and the samples may have missed those.

@@ -16,7 +16,7 @@ bool one_order(RowKind kind) {
   return kind == RowKind::int8 || (kind == RowKind::bf16 ? kn.bf16->one_order : kn.one_order);
 }
 
-// From how many rows of an expert on tiles multiply them; 0 is never.
+// Returns the least number of rows of an expert for which tiles are used. 0: tiles are never used.
 int64_t min_tile_rows(RowKind kind, const Weight& weight) {
   const TileKernels* tiles = kernels().tiles;
   if (tiles == nullptr || (weight.batch_invariant && !tiles->same_bits(kind, weight.scale))) return 0;

@@ -5,9 +5,9 @@
 
 namespace fp4::cuda {
 
-// The result of a call: the sums over each token's experts; or, if the caller adds up, one row for each
-// (token, slot), and their order if they are sorted. Rows of no expert are zeros if decode ran, and undefined
-// if prefill ran.
+// The result of a call. Either `out` has the sums over each token's experts, or, if the caller computes the
+// sums, one row for each (token, slot). `sorted` then has the order of these rows, if they are sorted by
+// expert. Rows without an expert are zeros if decode ran, and undefined if prefill ran.
 struct Outcome {
   Tensor out;
   std::optional<Sorted> sorted;

@@ -54,7 +54,7 @@ class ArrivingExperts:
             return
         try:
             self.found, self.plans, _ = find_experts(model)
-        except ValueError:  # nothing to prepare, which pack_experts says later
+        except ValueError:  # there is nothing to prepare; pack_experts raises the error later
             return
         self._shapes = {
             logical_shape(getattr(self.found[name], attribute), p.transposed)[1:]
@@ -81,7 +81,7 @@ class ArrivingExperts:
         return not split_over_processes(module._parameters.get(attribute))
 
     def names_of(self, parameter: str) -> list[str]:
-        """Returns all names of a weight that several modules share; of others their own name."""
+        """Returns all names of a weight: several, if modules share it."""
         first, attribute = self.parameters[parameter][0], parameter.rpartition(".")[2]
         return [f"{name}.{attribute}" for name in (first, *self._others.get(first, ()))]
 

@@ -133,7 +133,10 @@ def finish_module(
 
 
 def _division(model: nn.Module, found: dict[str, nn.Module], plans: dict[str, Plan]) -> str:
-    """Describes how processes with the same tokens share the first experts; "" if they share none."""
+    """Describes how processes with the same tokens share experts, by the first experts module that is shared.
+
+    Returns "" if there is none.
+    """
     top_k = top_k_of(model)
     for name, p in plans.items():
         if p.part is None or p.part.tokens == "own" or top_k is None:
@@ -349,7 +352,7 @@ class Quantizer:
         )  # fmt: skip
 
     def _factors(self, weight: Tensor, part: Part) -> Tensor | None:
-        """Returns global scales [E] of weights if other processes have the rest of these."""
+        """Returns the global scales [E] of weights that are split over processes. All processes use the same."""
         if not FORMATS[self.format].has_global_scale:
             return None
         largest = weight.abs().amax((1, 2)).float().contiguous()

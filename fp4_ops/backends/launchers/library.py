@@ -87,7 +87,7 @@ FUNCTIONS = {"silu": 1, "gelu": 2, "gelu_tanh": 3}
 
 
 def gate_fields(gate: Activation | None) -> tuple[int, float, float, float]:
-    """Returns the values of `GATE` for an activation."""
+    """Returns the fields of `Gate` for an activation."""
     if gate is None:
         return 0, 1.0, 0.0, 0.0
     return FUNCTIONS[gate.function], gate.alpha, gate.limit or 0.0, gate.up_offset

@@ -18,7 +18,8 @@ from ..files import INCOMPLETE, CheckpointError, TensorInfo, read_json
 Read = Callable[[TensorInfo], Tensor]
 
 STACKS = ("_proj", "_linear")
-"""Name endings of tensors that hold all experts and have no suffix; only their scales have one."""
+"""Endings of the names of tensors that hold all experts. The codes have no further suffix; the scales have
+one."""
 
 
 @dataclass
@@ -64,8 +65,9 @@ class Dialect(ABC):
     """Dtypes of the tensor of codes. An int32 holds eight codes."""
     codes_per_byte: int = 2
     targets: tuple[str, ...] = ()
-    """Weights of this dialect, where names and dtypes do not tell several dialects of a folder apart: names,
-    "re:" and a regular expression, or classes of layers."""
+    """The weights that have this dialect. A folder with several dialects needs it if names and dtypes of the
+    tensors do not say which one a weight has. Each entry is a name, "re:" and a regular expression, or a
+    class of layers."""
 
     @property
     def is_dense(self) -> bool:
@@ -169,7 +171,7 @@ class Dialect(ABC):
         )
 
     def module_name(self, base: str) -> str:
-        """Returns the name of the weight when it is not quantised."""
+        """Returns the name that the weight has in a model that is not quantised."""
         return base if self.stacked else base + ".weight"
 
 
@@ -239,9 +241,9 @@ def stored_config(path: Path) -> dict[str, Any] | None:
 
 
 def needs_older(stored: dict[str, Any] | None) -> bool:
-    """Return whether ModelOpt's hf_quant_config.json must say what config.json does not.
+    """Return whether ModelOpt's hf_quant_config.json must be read, because config.json lacks something.
 
-    Exports before 0.40 with mixed precision list their layers there alone.
+    Exports before 0.40 with mixed precision list their layers only in hf_quant_config.json.
     """
     if stored is None:
         return True
@@ -277,7 +279,7 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
             continue
         # If several dialects use the same name for codes, the dtype of the scales decides.
         fitting = [d for d in possible if _has_scales(d, info, tensors)] or possible
-        dialect = max(fitting, key=lambda d: _names(d, info))  # the first of those that name it best
+        dialect = max(fitting, key=lambda d: _names(d, info))  # if several name it equally well, the first
         base = dialect.base(info.name)
         assert base is not None
         if other := next((base + s for s in dialect.forbidden if base + s in tensors), None):
