@@ -297,8 +297,8 @@ class Indexing(SortedRows):
         return self._rows_where(self.value(mask, 0), value(mask).dtype, size)
 
     def _whole_rows(self, mask: fx.Node, of: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
-        """Return the same as `_mask_rows` for a mask over the elements of `of` that has one value for each row:
-        mask[..., None], expanded or not."""
+        """Return the same as `_mask_rows` for a mask over the elements of `of` that has one value for each
+        row: mask[..., None], expanded or not."""
         v = self.value(mask, 0)
         if len(shape(mask)) != len(shape(of)) or len(v.dims) < 2 or free_axes(v.term) & set(v.dims[-1]):
             raise Opaque

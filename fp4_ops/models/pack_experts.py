@@ -352,7 +352,7 @@ class Quantizer:
         )  # fmt: skip
 
     def _factors(self, weight: Tensor, part: Part) -> Tensor | None:
-        """Returns the global scales [E] of weights that are split over processes. All processes use the same."""
+        """Returns the global scales [E] of weights that are split over processes. They are equal on all."""
         if not FORMATS[self.format].has_global_scale:
             return None
         largest = weight.abs().amax((1, 2)).float().contiguous()
