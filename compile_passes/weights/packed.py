@@ -76,8 +76,8 @@ class PackedWeights:
         return self.entry(weights).packed
 
     def entry(self, weights: tuple[torch.Tensor, ...], but: int = 0) -> Entry:
-        """Return a valid entry, packed again if necessary. `but`: the serial of an entry that is not
-        valid, whatever it shows."""
+        """Return a valid entry, packed again if necessary. An entry with the serial `but` counts as not
+        valid."""
         key = tuple(map(id, weights))
         entry = self._entries.get(key)
         if entry is not None and entry.serial != but and entry.holds(weights):
@@ -106,8 +106,8 @@ class PackedWeights:
         return bool(found)
 
     def refresh(self, tensors: Mapping[int, torch.Tensor]) -> int:
-        """Pack again everything that is made of these weights (by id): now, or at the next use if it has
-        other weights, too."""
+        """Pack again everything that is made of these weights (by id). An entry that also has other weights
+        is packed at its next use, all others now."""
         done = 0
         for key, entry in list(self._entries.items()):
             found = (tensors[i] for i in key if i in tensors)  # an id may belong to another tensor by now

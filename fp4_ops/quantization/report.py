@@ -69,7 +69,7 @@ class ErrorReport:
             lines.append(f"{where} {e.expert:7} {e.sqnr:12.2f} {'':7} {100 * e.saturated:8.2f}%")
         for why in dict.fromkeys(self.left.values()):
             names = ", ".join(name for name, reason in self.left.items() if reason == why)
-            lines.append(f"prepare leaves {names} alone: {why}; `python -m fp4_ops quantize` does not")
+            lines.append(f"prepare leaves {names} alone: {why}; `python -m fp4_ops quantize` packs them")
         return "\n".join(lines)
 
     def to_json(self) -> str:
