@@ -29,8 +29,9 @@ SPLIT = (
     "quantising_with_tensor_parallelism",
 )  # fmt: skip
 COMPILED = "compiled_implementation_of_expert_parallelism"
-LONGER = "sums|compiled|backend_with_tensor"
-"""What only `more` runs: it compiles whole models. test_several_ranks.py compiles the operator alone."""
+LONGER = "sums|compiled|backend_with"
+"""Situations that only `more` runs: they compile whole models. test_several_ranks.py compiles the operator
+alone, and test_distributed.py a model whose DTensors are read by `to_local()`."""
 Bound = tuple[float, float]
 """Bounds of the error of the typical token, and of all logits."""
 REORDERED = (1e-5, 1e-3)
@@ -112,11 +113,6 @@ def check_backend(told) -> None:
     assert sites == 2 and report.count("fp4::moe") == 2, report
 
 
-def test_the_backend_finds_local_experts(two):
-    for outcome in two:
-        check_backend(outcome["backend_with_expert_parallelism qwen3_moe"])
-
-
 def test_tp_plan_auto_is_right(two):
     for outcome in two:
         *errors, here, all_bytes = outcome["a_folder_with_tp_plan_auto qwen3_moe"]
@@ -144,8 +140,9 @@ def test_families(tmp_path):
 
 @pytest.mark.more
 def test_a_compiled_model(tmp_path):
-    for outcome in run(tmp_path, 2, "^(compiled|backend_with_tensor)", ("qwen3_moe",)):
+    for outcome in run(tmp_path, 2, "^(compiled|backend_with)", ("qwen3_moe",)):
         check(outcome[f"{COMPILED} qwen3_moe"], 2)
+        check_backend(outcome["backend_with_expert_parallelism qwen3_moe"])
         check_backend(outcome["backend_with_tensor_parallelism qwen3_moe"])
 
 
