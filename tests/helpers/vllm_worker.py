@@ -3,6 +3,7 @@
     python vllm_worker.py CASES.json RESULTS.jsonl
 
 A case: {"name", "folder", "prompts", "new", "options"}. A result: {"name", "tokens"} or {"name", "error"}.
+With "new" 0, the engine pools: "tokens" are then the prompts' embeddings. The folder must have a tokenizer.
 """
 
 import gc
@@ -11,13 +12,15 @@ import sys
 import traceback
 
 
-def run(case: dict) -> list[list[int]]:
+def run(case: dict) -> list[list]:
     from vllm import LLM, SamplingParams
 
     options = {"dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 128, "enforce_eager": True}
     llm = LLM(case["folder"], **{**options, **case["options"]})
-    sampling = SamplingParams(max_tokens=case["new"], temperature=0, ignore_eos=True, detokenize=False)
     prompts = [{"prompt_token_ids": p} for p in case["prompts"]]
+    if not case["new"]:
+        return [list(o.outputs.embedding) for o in llm.embed(prompts, use_tqdm=False)]
+    sampling = SamplingParams(max_tokens=case["new"], temperature=0, ignore_eos=True, detokenize=False)
     out = llm.generate(prompts, sampling, use_tqdm=False)
     return [list(o.outputs[0].token_ids) for o in out]
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
+import torch.nn.functional as F
 import vllm_environment
 from installs import CannotInstall
 from places import HELPERS
@@ -200,15 +202,40 @@ def test_other_ways_to_run_answer_the_same(way, python, environment, folders, tm
     assert results[name].get("tokens") == want, f"{results[name]}\n{results[''][-3000:]}"
 
 
+def test_pooling_and_prompts_in_pieces(python, environment, folders, tmp_path):
+    """An embedding of a prompt; prompts that are longer than a step of the engine."""
+    path, prompts = folder("nvfp4", folders), draw(LENGTHS[:4])
+    words = {f"w{i}": i for i in range(128)}
+    vocabulary = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizers.Tokenizer(vocabulary).save(str(path / "tokenizer.json"))
+    pooling = {"runner": "pooling", "convert": "embed", "skip_tokenizer_init": False}
+    pieces = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
+    cases = [
+        {"name": "pooling", "new": 0, "options": pooling},
+        {"name": "pieces", "new": NEW, "options": pieces},
+    ]
+    cases = [{"folder": str(path), "prompts": prompts, **case} for case in cases]
+    results = run(python, environment, cases, tmp_path)
+    model = reference("nvfp4", path)
+    want = [answer(model, prompt, NEW) for prompt in prompts]
+    assert results["pieces"].get("tokens") == want, f"{results['pieces']}\n{results[''][-3000:]}"
+    with torch.no_grad():
+        last = [model.model(torch.tensor([p])).last_hidden_state[0, -1] for p in prompts]
+    got = torch.tensor(results["pooling"]["tokens"])
+    assert torch.allclose(got, F.normalize(torch.stack(last), dim=-1), atol=1e-4)
+
+
 def test_what_is_not_done_is_refused_before_weights_are_read(python, environment, folders, tmp_path):
     path = str(folder("nvfp4", folders))
     cases = [
         {"name": "lora", "options": {"enable_lora": True}},
+        {"name": "eplb", "options": {"enable_eplb": True, "enable_expert_parallel": True}},
         {"name": "own", "options": {"quantization": "compressed-tensors"}},
     ]
     cases = [{"folder": path, "prompts": [[1, 2]], "new": 2, **case} for case in cases]
     results = run(python, environment, cases, tmp_path)
     assert "fp4: LoRA is enabled" in results["lora"]["error"]
+    assert "Expert parallelism load balancing" in results["eplb"]["error"]  # vLLM's own words
     assert "fp4" not in results["own"]["error"]  # vLLM's own method, which has no kernel for it here
     assert "fp4_ops runs" not in results[""]
 
