@@ -11,12 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SEED
+from families import tiny
 from moe_models import Recorder, relative_error
 from torch import nn
 from torch._guards import TracingContext, detect_fake_mode
 
 import fp4_ops
 from fp4_ops.backends.hopper import trust
+from fp4_ops.compile_passes.options import parse
+from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.compile_passes.step import linears
 from fp4_ops.compile_passes.step.linears import runs, write_linears
 from fp4_ops.compile_passes.trace.copier import Copier
@@ -399,3 +402,43 @@ view_4 = aten.view.default(getitem_4, [-1, 64])
 _softmax = aten._softmax.default(reshape_5, -1, False)
 mul_6 = aten.mul.Tensor(view_4, 2)""",
         )
+
+
+NORM, RESIDUAL = "a norm and the products", "a product and the residual"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "family, norms, residuals, left",
+    [
+        ("qwen2_moe", 5, 2, ""),
+        ("deepseek_v3", 7, 3, ""),
+        ("granitemoe", 5, 0, ""),  # its residuals are scaled
+        ("gpt_oss", 0, 2, "before it rounds"),
+        ("phimoe", 0, 2, "LayerNorm"),
+    ],
+)
+def test_what_a_family_gets_and_why_not(family, norms, residuals, left):
+    """As docs/compiler.md says. The models have two layers."""
+    transformers = pytest.importorskip("transformers")
+    torch._dynamo.reset()
+    model = tiny(family, hidden_size=128, q_lora_rank=64, kv_lora_rank=64).to(BF16).eval()
+    fp4_ops.prepare(model)
+    said: list[str] = []
+
+    def note(frame):
+        said.extend(frame.also)
+
+    def backend(gm, inputs):
+        return compile_graph(gm, inputs, parse(None, {}), lambda gm, *_, **__: gm.forward, note)
+
+    backend.sees_through_branches = True
+    ids, cache = torch.arange(9)[None], transformers.StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad():
+        model(ids[:, :8], past_key_values=cache)
+        torch.compile(model, backend=backend)(ids[:, 8:], past_key_values=cache)
+    for what, times in ((NORM, norms), (RESIDUAL, residuals)):
+        assert [text.split(": ")[0] for text in said if what in text] == (
+            [f"decoding step ({times}x)"] if times else []
+        )
+    assert [left in text for text in said if "left alone" in text] == ([True] if left else [])
