@@ -180,7 +180,7 @@ DeviceKind device_kind(int index) {
   const auto first_there =
       std::find_if(std::begin(kKernelLibraries), std::prev(std::end(kKernelLibraries)),
                    [](const KernelLibrary& library) { return is_there(KernelFamily(library.family)); });
-  const KernelFamily any{first_there->family};  // any library can ask
+  const KernelFamily any{first_there->family};  // any library can ask for the properties of a GPU
   const std::string asking = "asking for the properties of cuda:" + std::to_string(index);
   check_launch(kernels(any).device(index, &facts), asking.c_str());
   DeviceKind kind{facts.major, facts.minor, gpu_of(facts, family_for(index, facts))};

@@ -1,5 +1,5 @@
-// `fp4_ops.dev._native`: what is host-only C++, for tests, benchmarks and tools. Its structures are those
-// that operators and kernels have, not copies of them. No wheel has this module (setup.py), so it may depend
+// `fp4_ops.dev._native`: the host-only C++, for tests, benchmarks and tools. It uses the structures of the
+// operators and kernels, not copies of them. No wheel has this module (setup.py), so it may depend
 // on one version of Python; it has a planner of its own, beside that of `_C_cuda.so`, and needs neither torch
 // nor CUDA.
 #include <pybind11/native_enum.h>
@@ -21,7 +21,7 @@ namespace py = pybind11;
 namespace fp4::cuda {
 namespace {
 
-// A pointer is a number in Python, as tensors tell it; None is null.
+// Defines a field that is a pointer. In Python it is an integer (Tensor.data_ptr()), and None is null.
 template <class Struct, class Pointer>
 void pointer(py::class_<Struct>& c, const char* name, Pointer Struct::* field) {
   c.def_property(
@@ -29,7 +29,7 @@ void pointer(py::class_<Struct>& c, const char* name, Pointer Struct::* field) {
       [field](Struct& s, std::optional<uintptr_t> to) { s.*field = std::bit_cast<Pointer>(to.value_or(0)); });
 }
 
-// What a launcher is given: by the names of its fields; `address` is where it lies.
+// Defines the class of a launcher's arguments. Python sets its fields by name, and passes its `address`.
 template <class Struct>
 py::class_<Struct> parameters(py::module_& m, const char* name) {
   py::class_<Struct> c(m, name);
@@ -47,7 +47,7 @@ py::class_<Struct> parameters(py::module_& m, const char* name) {
   return c;
 }
 
-// Of every launch of decode and gemv; what the launcher fills in is not among them.
+// Defines the fields that all launches of decode and gemv have, except those that the launcher sets itself.
 template <class Struct>
 py::class_<Struct> product_parameters(py::module_& m, const char* name) {
   py::class_<Struct> c = parameters<Struct>(m, name);
@@ -199,7 +199,7 @@ void add_launches(py::module_& m) {
       .def_property_readonly("share_below", [](const Choice& c) { return c.estimate.share_below; })
       .def_property_readonly("tile_width", [](const Choice& c) { return c.estimate.tile_width; })
       .def_property_readonly("claims", [](const Choice& c) { return c.estimate.claims; });
-  // Of a library of kernels that Python has loaded: `function` is where it has fp4_kernel_prefill_choose.
+  // `function` is the address of fp4_kernel_prefill_choose in a library of kernels that Python has loaded.
   m.def("prefill_choose", [](uintptr_t function, PrefillKernel kernel, RowMode mode, int groups, int m, int n,
                              int kp, int sms, int config) {
     const auto choose = reinterpret_cast<decltype(&fp4_kernel_prefill_choose)>(function);

@@ -28,7 +28,7 @@ class Samples:
 
     def __init__(self, device: torch.device, at: Tensor, sizes: Tensor, held: Tensor | None = None) -> None:
         self.device, self.at, self.sizes = device, at, sizes
-        self.watches: dict[int, Any] = {}  # of a GPU's streams (backends/triton/samples.py)
+        self.watches: dict[int, Any] = {}  # one for each stream of the GPU (backends/triton/samples.py)
         self._count = at.numel()
         whole = device.type == "cpu" and bool((sizes == RUN).all())
         self._addresses = at.data_ptr(), None if whole else sizes.data_ptr()
