@@ -22,8 +22,9 @@ shape of `sm90`. block_scale is float32 [..., N, Kp/block] with its values in th
 16 rows]. global_scale is float32 [...]: a power of two that divides the matrix's block scales, so that 8
 times the largest of them lies between 224 and 448, the largest e4m3. csrc/cpu/sm90_layout.h has the bits.
 
-`tile16_invariant`: the bytes of `tile16`. The name tells the kernels that a row's bits must not depend on the
-other rows of a call, so they take one order of sums for any number of rows (docs/operators.md).
+`tile16_invariant`, `sm90_invariant`, `mma_bf16_invariant`, `sm90_int4_invariant`: the bytes of the layout
+without `_invariant`. The name tells the kernels that a row's bits must not depend on the other rows of a
+call, so they take one order of sums for any number of rows (docs/operators.md).
 """
 
 from __future__ import annotations
@@ -125,33 +126,50 @@ _SM90 = Layout(
     a_layout="sm90",
 )
 
+_TILE16 = Layout("tile16")
+
+_MMA_BF16 = replace(
+    _SM90,
+    name="mma_bf16",
+    a_dtypes=(torch.bfloat16, torch.float16, torch.uint8, torch.float4_e2m1fn_x2),
+    a_formats=("none", "int8", "nvfp4", "mxfp4"),
+    a_layout="plain",
+)
+
+_SM90_INT4 = Layout(
+    "sm90_int4",
+    n_multiple=64,
+    k_multiple=16,
+    k_padding=128,
+    scale_dtype=torch.float32,
+    has_factor=True,
+    formats=tuple(sorted(INT4_FORMATS)),
+    native=True,
+    a_dtypes=(torch.float8_e4m3fn,),
+    a_formats=("fp8", "auto"),
+    a_layout="sm90",
+)
+
+
+def _invariant(layout: Layout) -> Layout:
+    """Returns the layout of the same bytes whose kernels sum a row in one order."""
+    formats = layout.a_formats
+    if "none" in formats:  # "auto" would choose by the number of rows
+        formats = tuple(a for a in formats if a != "auto")
+    return replace(
+        layout, name=f"{layout.name}_invariant", base=layout.name, batch_invariant=True, a_formats=formats
+    )
+
+
 LAYOUTS = {
     layout.name: layout
     for layout in (
         Layout("plain"),
-        Layout("tile16"),
+        _TILE16,
         _SM90,
-        replace(
-            _SM90,
-            name="mma_bf16",
-            a_dtypes=(torch.bfloat16, torch.float16, torch.uint8, torch.float4_e2m1fn_x2),
-            a_formats=("none", "int8", "nvfp4", "mxfp4"),
-            a_layout="plain",
-        ),
-        Layout(
-            "sm90_int4",
-            n_multiple=64,
-            k_multiple=16,
-            k_padding=128,
-            scale_dtype=torch.float32,
-            has_factor=True,
-            formats=tuple(sorted(INT4_FORMATS)),
-            native=True,
-            a_dtypes=(torch.float8_e4m3fn,),
-            a_formats=("fp8", "auto"),
-            a_layout="sm90",
-        ),
-        Layout("tile16_invariant", base="tile16", batch_invariant=True),
+        _MMA_BF16,
+        _SM90_INT4,
+        *map(_invariant, (_TILE16, _SM90, _MMA_BF16, _SM90_INT4)),
     )
 }
 """By name. State dicts hold a layout's place in here, so new ones go to the end."""
@@ -255,7 +273,8 @@ def preferred_layout(
     if batch_invariant:
         if device_type == "meta":
             return "plain"
-        a_format = "none" if a_format == "auto" else a_format
+        if a_format == "auto":  # exact rows, but for weights whose kernels read fp8 alone
+            a_format = "auto" if format in INT4_FORMATS and device_type != "cpu" else "none"
     elif device_type in _plain and _plain[device_type](format, a_format):
         return "plain"
     names = [
@@ -279,6 +298,7 @@ def _no_invariant(device_type: str, weights: tuple[tuple[int, int], ...], format
     of = "".join(f" {n} x {k}," for n, k in weights)
     return (
         f"fp4: batch_invariant=True, and no batch invariant kernel on {device_type} multiplies weights"
-        f"{of.rstrip(',')}{f' in {format}' if format else ''}. The CPU's kernels multiply all. "
+        f"{of.rstrip(',')}{f' in {format}' if format else ''}. Hopper's and the mma kernels need "
+        "N a multiple of 64 and K of 16; the CPU's kernels multiply all. "
         "Leave batch_invariant out, or move the model to the CPU"
     )

@@ -77,7 +77,7 @@ bool decodes(const Product& product, Kernel kernel, const Gpu& gpu) {
 // Returns whether decode runs both products. With a_format 'auto', prefill quantises rows to fp8, and decode
 // reads the given rows.
 bool block_decodes(const Block& block, const Gpu& gpu) {
-  if (block.int4) return false;
+  if (block.prefill_alone) return false;
   const Kernel exact = block.bf16 ? Kernel::kBf16 : Kernel::kHalf;
   const bool automatic = block.a_format == int(AFormat::automatic), fp8 = block.a_format == int(AFormat::fp8);
   const Kernel many = automatic || fp8 ? Kernel::kFp8 : exact, few = fp8 ? Kernel::kFp8 : exact;
@@ -242,10 +242,11 @@ ProductPlan plan(const Product& p, Kernel kernel, const Gpu& gpu) {
 BlockPlan plan(const Block& block, const Gpu& gpu) {
   static Decided<18, BlockPlan> decided;
   const Product &up = block.up, &down = block.down;
-  return decided.get({int(up.routing), up.groups, up.rows, up.n, up.kp, down.n, down.kp, up.block,
-                      block.top_k, 2 * block.bf16 + block.int4, block.a_format, int(gpu.family), gpu.sms,
-                      gpu.shared_bytes, gpu.copy_rate, gpu.constants, int(only_runs.load()), block.expected},
-                     [&] { return make_plan(block, gpu); });
+  return decided.get(
+      {int(up.routing), up.groups, up.rows, up.n, up.kp, down.n, down.kp, up.block, block.top_k,
+       2 * block.bf16 + block.prefill_alone, block.a_format, int(gpu.family), gpu.sms, gpu.shared_bytes,
+       gpu.copy_rate, gpu.constants, int(only_runs.load()), block.expected},
+      [&] { return make_plan(block, gpu); });
 }
 
 }  // namespace fp4::cuda

@@ -35,10 +35,10 @@ struct ProductPlan {
 struct Block {
   Product up, down;
   int top_k;
-  bool bf16;         // the weights are in layout mma_bf16
-  bool int4;         // the weights are in layout sm90_int4
-  int a_format;      // an AFormat of common/formats.h
-  int expected = 0;  // rows whose expert is here, if the others are masked; 0: all
+  bool bf16;           // the weights are in layout mma_bf16
+  bool prefill_alone;  // only prefill reads the weights, or it alone keeps them batch invariant
+  int a_format;        // an AFormat of common/formats.h
+  int expected = 0;    // rows whose expert is here, if the others are masked; 0: all
 };
 
 // Returns the number of the AFormat of this name. Throws std::invalid_argument if there is none.

@@ -79,7 +79,8 @@ WeightOperand::WeightOperand(const WeightShape& shape, const Tensor& b, const Te
       kp(int(shape.k)),
       block(shape.format->block),
       bf16(shape.layout->order == Order::mma_bf16),
-      int4(shape.layout->order == Order::sm90_int4) {}
+      int4(shape.layout->order == Order::sm90_int4),
+      batch_invariant(shape.layout->batch_invariant) {}
 
 void run_decode(const Here& here, const DecodeConfig& config, const Rows& x, const WeightOperand& w,
                 const Route& route, const ProductArguments& arguments, const Tensor& out) {
@@ -137,6 +138,7 @@ void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const 
   p.gate = gate_fields(arguments.gate);
   p.early = arguments.early;
   p.leaves_rest = arguments.leaves_rest;
+  p.whole_tiles = w.batch_invariant;
   p.stream = here.stream();
   check_launch(here.kernels().prefill(kernel, &p), "fp4_kernel_prefill");
 }

@@ -17,7 +17,9 @@ struct WeightOperand {
   int groups, n, kp;
   int block;  // K that share a scale
   bool bf16, int4;
+  bool batch_invariant;  // a row's bits must not depend on the other rows: prefill multiplies any number
 
+  bool prefill_alone() const { return int4 || batch_invariant; }
   WeightOperand without_bias() const {
     WeightOperand w = *this;
     w.bias.reset();

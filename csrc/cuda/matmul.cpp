@@ -123,7 +123,7 @@ Tensor indexed_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
   const Tensor ids = as_contiguous(expert_ids);
   const Route route{by_id(ids), pointer(ids), nullptr, 0};
   ProductPlan plan;
-  if (!r.w.int4)
+  if (!r.w.prefill_alone())
     plan = cuda::plan(product_of(r.w, route.routing, m), kernel_of(r.rows.values.scalar_type(), r.w),
                       r.here.gpu());
   switch (plan.family) {

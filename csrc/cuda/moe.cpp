@@ -148,7 +148,7 @@ Outcome run_moe(bool combined, int64_t ranks, const Rows* ready, const Tensor& x
   if (ranks > 0) gpu.constants = 0;  // all ranks must decide the same, even if only some hosts were tuned
   const BlockPlan plan = cuda::plan(
       Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(), c.up.bf16,
-            c.up.int4, int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
+            c.up.prefill_alone(), int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
       gpu);
   c.few = plan.few;
   // Decode reads rows as they are, because it waits for the weights anyway. Else rows become fp8, or int8 if

@@ -42,7 +42,8 @@ void require_rows(std::string_view op, const KernelLibrary& library, const Layou
     for (std::string_view dtype : of.dtypes) read += (read.empty() ? "" : " or ") + std::string(dtype);
     fail("fp4::", op, ": layout is '", layout.name, "', and rows are ", dtype_name(rows),
          "; on this GPU, of compute capability ", kind.major, ".", kind.minor, ", its kernels read ", read,
-         ". Convert the rows, or use layout '", library.layouts[1], "' (torch.ops.fp4.unpack, then prepack)");
+         ". Convert the rows, or use layout '", library.layouts[1],
+         layout.batch_invariant ? "_invariant" : "", "' (torch.ops.fp4.unpack, then prepack)");
   }
 }
 
@@ -91,7 +92,8 @@ void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Rou
               const Tensor& out) {
   ProductPlan plan;
   const ScalarType dtype = x.values.scalar_type();
-  if (!w.int4) plan = cuda::plan(product_of(w, route.routing, per_group), kernel_of(dtype, w), here.gpu());
+  if (!w.prefill_alone())
+    plan = cuda::plan(product_of(w, route.routing, per_group), kernel_of(dtype, w), here.gpu());
   const ProductArguments arguments{.rows = int(out.size(0))};
   switch (plan.family) {
     case Family::kGemv:

@@ -94,10 +94,11 @@ FP4_FOR_PYTHON int fp4_cuda_work(const Product* product, int kernel, const Gpu* 
 // Returns 1 if decode or gemv runs an expert block of `rows` (token, expert) pairs on a Hopper GPU.
 // `expected` of the pairs have an expert here; 0: all.
 FP4_FOR_PYTHON int fp4_cuda_takes_few(int groups, int rows, int up_n, int up_kp, int down_n, int down_kp,
-                                      int block, const char* a_format, bool int4, int sms, int expected) {
+                                      int block, const char* a_format, bool prefill_alone, int sms,
+                                      int expected) {
   return caught([&] {
     const Product up{Routing::kOffs, groups, rows, up_n, up_kp, block};
     const Product down{Routing::kOffs, groups, rows, down_n, down_kp, block};
-    return int(plan({up, down, 1, false, int4, index_of(a_format), expected}, {.sms = sms}).few);
+    return int(plan({up, down, 1, false, prefill_alone, index_of(a_format), expected}, {.sms = sms}).few);
   });
 }

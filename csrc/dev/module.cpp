@@ -191,6 +191,7 @@ void add_launches(py::module_& m) {
       .def_readwrite("gate", &Prefill::gate)
       .def_readwrite("early", &Prefill::early)
       .def_readwrite("leaves_rest", &Prefill::leaves_rest)
+      .def_readwrite("whole_tiles", &Prefill::whole_tiles)
       .def_readwrite("config", &Prefill::config);
 
   py::class_<Choice>(m, "Choice")
@@ -273,8 +274,8 @@ void add_planner(py::module_& m) {
   m.def("plan",
         [](const Product& product, Kernel kernel, const Gpu& gpu) { return plan(product, kernel, gpu); });
   m.def("block_plan", [](const Product& up, const Product& down, int top_k, const std::string& a_format,
-                         const Gpu& gpu, bool bf16, bool int4) {
-    return plan(Block{up, down, top_k, bf16, int4, index_of(a_format)}, gpu);
+                         const Gpu& gpu, bool bf16, bool prefill_alone) {
+    return plan(Block{up, down, top_k, bf16, prefill_alone, index_of(a_format)}, gpu);
   });
   m.def("decode_config", &choose_decode);
   m.def("decode_warps", &decode_warps_for);

@@ -110,6 +110,7 @@ struct PrefillArguments {
   bool early = false;        // the kernel launched before makes at most x and x_scale of what this one reads:
                              // weights need not wait
   bool leaves_rest = false;  // rows of no group may be left unwritten; else they become zeros
+  bool whole_tiles = false;  // one block sums a tile, so that a row's bits do not depend on the other rows
   int config = -1;           // number of a candidate; -1: the one that `choose` takes
   void* stream = nullptr;
 };

@@ -98,7 +98,7 @@ Problem describe(const PrefillArguments& a, const Estimate& estimate, int rows, 
   problem.tiling = {{a.mode, a.group_rows, a.groups, a.m, estimate.tile_width},
                     ceil_div(a.n, rows),
                     a.kp / kStepK,
-                    estimate.share_below};
+                    a.whole_tiles ? 0 : estimate.share_below};
   problem.x_scale = a.x_scale;
   problem.global_scale = a.global_scale;
   problem.bias = a.bias;

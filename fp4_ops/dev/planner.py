@@ -88,10 +88,10 @@ def block_plan(
     on: int | Gpu,
     *,
     bf16: bool = False,
-    int4: bool = False,
+    prefill_alone: bool = False,
 ) -> BlockPlan:
     """Returns the kernels that `moe` takes. In both products `rows` counts the (token, expert) pairs."""
-    return _native.block_plan(up, down, top_k, a_format, on, bf16, int4)
+    return _native.block_plan(up, down, top_k, a_format, on, bf16, prefill_alone)
 
 
 def decode_warps(

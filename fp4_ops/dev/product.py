@@ -36,7 +36,7 @@ class NativeWeight(NamedTuple):
 
     @property
     def bf16(self) -> bool:
-        return self.layout.name == "mma_bf16"
+        return self.layout.order == "mma_bf16"
 
 
 def bias_type(bias: Tensor | None) -> DType:

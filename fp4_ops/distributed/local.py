@@ -77,10 +77,7 @@ class Local:
             return False
         if self.operands[-1] is not None or self.chosen(pairs, x.device) != "fp8":
             return False
-        int4 = order.name == "sm90_int4"
-        return not self._takes_few(
-            len(self.own), here, "fp8", x.device, int4=int4, expected=-(-here // ranks)
-        )
+        return not self._takes_few(len(self.own), here, "fp8", x.device, expected=-(-here // ranks))
 
     def chosen(self, pairs: int, device: torch.device) -> str:
         """Returns the `a_format` that "auto" means on Hopper. It does not depend on the number of ranks."""
@@ -90,15 +87,16 @@ class Local:
         return "none" if self._takes_few(self.num_experts, pairs, "auto", device) else "fp8"
 
     def _takes_few(
-        self, experts: int, rows: int, a_format: str, device: torch.device, *, int4: bool = False,
-        expected: int = 0,
-    ) -> bool:  # fmt: skip
+        self, experts: int, rows: int, a_format: str, device: torch.device, *, expected: int = 0
+    ) -> bool:
         from ..backends.launchers.library import multiprocessors
         from ..runtime import native
 
         up, down = self.experts
         sizes = (up.n, up.k), (down.n, down.k)
         sms = multiprocessors(device.index)
+        order = up.layout
+        alone = order.order == "sm90_int4" or order.batch_invariant
         return native.takes_few(
-            experts, rows, up.format.block, *sizes, a_format, sms, int4=int4, expected=expected
+            experts, rows, up.format.block, *sizes, a_format, sms, prefill_alone=alone, expected=expected
         )

@@ -213,14 +213,15 @@ def product(routing: str, groups: int, rows: int, n: int, kp: int, block: int = 
 
 def takes_few(
     groups: int, rows: int, block: int, up: tuple[int, int], down: tuple[int, int], a_format: str, sms: int,
-    *, int4: bool = False, expected: int = 0,
+    *, prefill_alone: bool = False, expected: int = 0,
 ) -> bool:  # fmt: skip
     """True if decode or gemv run an expert block on a Hopper GPU of `sms` SMs, False if prefill does.
 
     rows: number of (token, expert) pairs. block: number of k that share a scale. up, down: N and K of the
-    products. int4: the layout is sm90_int4. expected: number of pairs whose expert is here (0: all).
+    products. prefill_alone: the layout is sm90_int4 or batch invariant. expected: number of pairs whose
+    expert is here (0: all).
     """
-    size = groups, rows, *up, *down, block, a_format.encode(), int4, sms
+    size = groups, rows, *up, *down, block, a_format.encode(), prefill_alone, sms
     return bool(loaded().fp4_cuda_takes_few(*size, expected))
 
 

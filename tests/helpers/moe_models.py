@@ -36,9 +36,8 @@ def config(family: str, **changes: Any) -> Any:
         return t.MixtralConfig(**c, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
     if family == "qwen3_moe":
         return t.Qwen3MoeConfig(
-            **{"num_experts_per_tok": 3, **c},
+            **{"num_experts_per_tok": 3, "moe_intermediate_size": 48, **c},
             head_dim=16,
-            moe_intermediate_size=48,
             num_experts=8,
             norm_topk_prob=True,
         )

@@ -139,8 +139,8 @@ def test_the_runtime_decides_as_the_planner_of_tests(int4):
         sizes = [(64 * rng.randint(1, 80), 128 * rng.randint(1, 56)) for _ in range(2)]
         a_format, block = rng.choice(("auto", "fp8", "none", "nvfp4")), rng.choice((16, 32))
         products = [planner.product("offs", groups, rows, *size, block) for size in sizes]
-        want = planner.block_plan(*products, 1, a_format, sms, int4=int4).few
-        assert native.takes_few(groups, rows, block, *sizes, a_format, sms, int4=int4) == want
+        want = planner.block_plan(*products, 1, a_format, sms, prefill_alone=int4).few
+        assert native.takes_few(groups, rows, block, *sizes, a_format, sms, prefill_alone=int4) == want
 
 
 def test_a_missing_runtime_says_how_to_build_it(monkeypatch):

@@ -8,6 +8,7 @@ from moe_models import build, transformers
 from torch import nn
 
 import fp4_ops
+from fp4_ops.backends import reader
 from fp4_ops.experts.find import is_experts
 from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.integrations.transformers.quantizer import FP4Config
@@ -17,10 +18,12 @@ from fp4_ops.tensor import FP4Tensor
 TOKENS, HIDDEN, LAYOUT = 120, 64, "tile16_invariant"
 DTYPE = torch.float32
 """In bfloat16 most sums in another order would round to the same."""
+GPU_SIZES = {"moe_intermediate_size": 64}
+"""The kernels of GPUs need multiples of 64."""
 
 
-def model_of(family: str = "qwen3_moe", layers: int = 1) -> nn.Module:
-    return build(family, DTYPE, "grouped_mm", num_hidden_layers=layers)
+def model_of(family: str = "qwen3_moe", layers: int = 1, **sizes: int) -> nn.Module:
+    return build(family, DTYPE, "grouped_mm", num_hidden_layers=layers, **sizes)
 
 
 def layouts_of(model: nn.Module) -> set[str]:
@@ -171,6 +174,39 @@ def test_exported():
     assert differing(run, *inputs) == 0
     with torch.no_grad():
         assert torch.equal(run(*inputs), Experts(model)(*inputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("format", "activation", "dtype", "layout"),
+    [
+        ("nvfp4", "auto", torch.bfloat16, "mma_bf16_invariant"),
+        ("mxfp4", "auto", torch.float16, "sm90_invariant"),
+        ("nvfp4", "fp8", torch.bfloat16, "sm90_invariant"),
+        ("int4_g32", "auto", torch.bfloat16, "sm90_int4_invariant"),
+    ],
+)
+def test_a_prepared_models_experts_on_a_gpu(format, activation, dtype, layout):
+    if reader(layout, "cuda", 0) is None:
+        pytest.skip(f"the kernels of this GPU do not read layout {layout}")
+    model = model_of(**GPU_SIZES).to("cuda", dtype)
+    report = fp4_ops.prepare(model, format, activation, batch_invariant=True)
+    assert layouts_of(model) == {layout}, report
+    x, ids, weights = (t.cuda() for t in routed(TOKENS))
+    assert differing(Experts(model), x.to(dtype), ids, weights.to(dtype)) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_compiled_from_16_bits_on_a_gpu():
+    if reader("mma_bf16_invariant", "cuda", 0) is None:
+        pytest.skip("no native kernels for this GPU")
+    model = Chosen(model_of(**GPU_SIZES)).to("cuda", torch.bfloat16)
+    scores = torch.rand(TOKENS, 8, device="cuda")
+    scores[: TOKENS * 2 // 3, 1] += 1
+    inputs = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda"), scores.bfloat16()
+    compiled = torch.compile(model, backend="fp4", options={"batch_invariant": True}, dynamic=True)
+    assert differing(compiled, *inputs) == 0
 
 
 def test_a_device_without_such_kernels_is_named(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from reference import FORMATS, random_weight
 
+from fp4_ops.meta.layouts import LAYOUTS
 from fp4_ops.meta.slot_checks import slot_bytes
 
 fp4 = torch.ops.fp4
@@ -125,7 +126,7 @@ def first(t):
 
 FLOAT_NAMES = "float32 or bfloat16 or float16"
 FORMAT_NAMES = "it must be one of: int4, int4_g32, int4_g64, mxfp4, nvfp4"
-LAYOUT_NAMES = "it must be one of: mma_bf16, plain, sm90, sm90_int4, tile16, tile16_invariant"
+LAYOUT_NAMES = "it must be one of: " + ", ".join(sorted(LAYOUTS))
 ACTIVATION_NAMES = f"{FLOAT_NAMES} or int8 or float8_e4m3fn or uint8 or float4_e2m1fn_x2"
 
 

@@ -6,13 +6,14 @@ import torch
 
 from ...meta import checks
 from ...meta.formats import FORMATS
+from ...meta.layouts import LAYOUTS, same_bytes
 from .. import anywhere
 from . import int4, library, rows
 
 
 def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plain"):
     fmt, _ = checks.check_dequantize(packed, block_scale, global_scale, format, dtype, layout)
-    if layout != int4.LAYOUT.name:
+    if not same_bytes(layout, int4.LAYOUT.name):
         return anywhere.dequantize(packed, block_scale, global_scale, format, dtype, layout=layout)
     codes, scales, _ = int4.unpack(packed, block_scale, global_scale, fmt)
     return torch.ops.fp4.dequantize(codes, scales, None, format, dtype)
@@ -21,16 +22,16 @@ def dequantize(packed, block_scale, global_scale, format, dtype, *, layout="plai
 def prepack(packed, block_scale, global_scale, format, layout):
     """Packs a weight with this GPU's kernel, or on the CPU if the GPU has none."""
     fmt, _ = checks.check_prepack(packed, block_scale, global_scale, format, layout)
-    if layout == int4.LAYOUT.name:
+    if same_bytes(layout, int4.LAYOUT.name):
         return int4.prepack(packed, block_scale, fmt)
-    if layout in library.packs(packed.device.index):
-        return rows.prepack(packed, block_scale, global_scale, fmt, layout == "mma_bf16")
+    if LAYOUTS[layout].order in library.packs(packed.device.index):
+        return rows.prepack(packed, block_scale, global_scale, fmt, same_bytes(layout, "mma_bf16"))
     return anywhere.prepack(packed, block_scale, global_scale, format, layout)
 
 
 def unpack(packed, block_scale, global_scale, format, layout):
     fmt, _ = checks.check_unpack(packed, block_scale, global_scale, format, layout)
-    if layout == int4.LAYOUT.name:
+    if same_bytes(layout, int4.LAYOUT.name):
         return int4.unpack(packed, block_scale, global_scale, fmt)
     return anywhere.unpack(packed, block_scale, global_scale, format, layout)
 
