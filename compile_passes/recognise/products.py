@@ -191,7 +191,7 @@ def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node]) -> Batche
         v = reader.value(matrix, 0)
         if is_op(node, aten.bmm) and (experts := _experts(v, left, reader)) is not None:
             return Batched(node, other, experts, left, shared=False)
-        if not left and all(s == 1 for s in shape(other)[:-2]):
+        if not left and all(static_int(s) == 1 for s in shape(other)[:-2]):
             experts = _experts(_apart(v), left, reader)
             if experts is not None:
                 return Batched(node, other, experts, left, shared=True)

@@ -17,13 +17,13 @@ constexpr int kWarps = 4;  // of a block, each with its own row
 
 // The integer of a float has its order. NaN is the largest, and -0 equals 0.
 __device__ __forceinline__ int ordered(float x) {
-  if (isnan(x)) return INT_MAX;
-  const int bits = __float_as_int(x + 0.f);
+  if (x != x) return INT_MAX;
+  const int bits = int(__float_as_uint(x + 0.f));
   return bits < 0 ? bits ^ INT_MAX : bits;
 }
 
 __device__ __forceinline__ float from_ordered(int order) {
-  return __int_as_float(order < 0 ? order ^ INT_MAX : order);  // INT_MAX is a NaN
+  return __uint_as_float(uint32_t(order < 0 ? order ^ INT_MAX : order));  // INT_MAX is a NaN
 }
 
 __device__ __forceinline__ float sum_of_warp(float x) {

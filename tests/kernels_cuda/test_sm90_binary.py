@@ -401,7 +401,7 @@ def test_where_rows_of_a_product_go():
     with planner.only("gemv"):
         assert planner.plan(planner.product("ids64", 128, 4000, 64, 256), "half", 132).family.name == "decode"
     assert not planner.block_plan(
-        *[planner.product("ids64", 8, 2, 128, 128)] * 2, 1, "auto", 132, int4=True
+        *[planner.product("ids64", 8, 2, 128, 128)] * 2, 1, "auto", 132, prefill_alone=True
     ).few
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import more
 from recorder import Recorder, relative_error
-from test_batch_and_length import CALLS, DenseLoop, FlatInside, Gathered, OneHotLoop, WhereLoop
+from test_batch_and_length import CALLS, DenseLoop, Einsum, FlatInside, Gathered, OneHotLoop, WhereLoop
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -74,3 +74,17 @@ def test_lengths_that_are_equal_once():
             x, others = torch.randn(b, t, module.H), torch.randn(c, u, module.H)
             assert relative_error(compiled(x, others), twin(x, others)) < 1e-5
     assert recorder.compilations == 3 and set(recorder.ops) == {"fp4::moe"}
+
+
+@pytest.mark.parametrize("style", [Gathered, *map(more, (Einsum, WhereLoop))])
+def test_unbacked_sizes(style):
+    """`mark_unbacked`: one compilation for all sizes, none of which may be compared with a number."""
+    module, recorder = style(), Recorder(activation="bf16", format="mxfp4")
+    twin, compiled = module.twin("mxfp4"), torch.compile(module, backend=recorder)
+    with torch.no_grad():
+        for shape in CALLS["both"]:
+            x = torch.randn(*shape, module.H)
+            for d in (0, 1):
+                torch._dynamo.decorators.mark_unbacked(x, d)
+            assert relative_error(compiled(x), twin(x)) < 1e-5, (shape, [f.note for f in recorder.frames])
+    assert recorder.compilations == 1 and recorder.ops == ["fp4::moe"], recorder.reasons

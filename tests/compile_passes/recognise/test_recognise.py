@@ -30,9 +30,9 @@ GROUPED = [
     ("expert-parallel masks", ["fp4::moe"], "", ""),
     ("gate/up is returned too", ["fp4::moe", "fp4::grouped_mm"], "", ""),
     ("rows too", SINGLE, "is also read outside the expert block", "return only the block's output"),
-    ("alpha", SINGLE, "alpha=1.5", "one of silu"),
-    ("up offset", SINGLE, "up_offset=1.0", "one of silu"),
-    ("up is clamped", SINGLE, "clamped", "one of silu"),
+    ("alpha", SINGLE, "alpha=1.5", "one of these activations: "),
+    ("up offset", SINGLE, "up_offset=1.0", "one of these activations: "),
+    ("up is clamped", SINGLE, "clamped", "one of these activations: "),
     ("gate is the second half", ["fp4::moe"], "", ""),  # packed with gate first
     ("descending", SINGLE, "not sorted anywhere", "ids, perm = ids.flatten().sort()"),
     ("offs of other ids", SINGLE, "not sorted anywhere", "count the ids that sort the rows"),
@@ -72,7 +72,7 @@ BATCHED = [
         "alpha",
         ["fp4::indexed_mm"],
         "sigmoid(gate * 1.5)",
-        "one of silu",
+        "one of these activations: ",
     ),  # the block, with the model's own activation
     ("rows in another order", PAIR, "choices", "x.repeat_interleave(k, 0)"),
     ("down routes otherwise", PAIR, "route their rows differently", "by the same ids"),
