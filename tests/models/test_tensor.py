@@ -85,7 +85,7 @@ def test_layouts_are_undone(format):
     assert tiled.weight_layout == "tile16" and not torch.equal(tiled.packed, w.packed)
     assert torch.equal(tiled.prepack("plain").packed, w.packed)
     with pytest.raises(
-        RuntimeError, match="layout is 'tile8'; it must be one of: mma_bf16, mma_bf16_invariant, plain, sm90, "
+        RuntimeError, match="layout is 'tile8'; it must be one of: mma_bf16, mma_bf16_invariant, plain, "
     ):
         w.prepack("tile8")
 
