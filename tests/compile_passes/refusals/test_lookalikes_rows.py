@@ -301,7 +301,7 @@ class Buffers(Slices):
         return self.joined([self.scaled(ex(self.taken(buffer, e)), e) for e, ex in enumerate(self.list)])
 
 
-@lookalike("of slice 3 of a buffer", "Join the outputs in that order")
+@lookalike("of slice 3 of a buffer", "join the outputs in that order")
 class SlicesInReverse(Buffers):
     def taken(self, buffer, e):
         return buffer[self.E - 1 - e]
@@ -313,7 +313,7 @@ class ASliceForTwoExperts(Buffers):
         return buffer[max(e, 1)]
 
 
-@lookalike("of slice 3 of a buffer", "Join the outputs in that order")
+@lookalike("of slice 3 of a buffer", "join the outputs in that order")
 class OutputsJoinedInReverse(Buffers):
     def joined(self, parts):
         return torch.stack(parts[::-1])
