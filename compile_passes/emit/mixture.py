@@ -16,10 +16,10 @@ from torch import fx
 
 from ...meta.formats import find_activation, known_activation
 from ...meta.layouts import LAYOUTS
-from ..graph.ids import below
 from ..graph.nodes import FLOATING, aten, is_tensor, shape, static_int, value
-from ..index.axes import same
-from ..index.indicators import INDICATOR
+from ..index.conditions import INDICATOR
+from ..index.ids import below
+from ..index.reader import same
 from ..index.terms import (
     Add,
     Affine,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..graph.ids import nonnegative
 from ..graph.nodes import aten, shape, value
+from ..index.ids import nonnegative
 from ..recognise.products import Product
 from ..recognise.sorted_rows import GATHERED, SORTED
 from ..report import Load, Site, hint

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ..graph.ids import nonnegative
 from ..graph.nodes import FLOATING, aten, shape, static_int, value
-from ..index.axes import same
-from ..index.routing import Support, distinct, support
+from ..index.ids import Support, distinct, nonnegative, support
+from ..index.reader import same
 from ..index.terms import Const, Ref, Term, free_axes, parts_of
 from ..recognise.factors import E, J
 from ..refusal import Kind, need

@@ -12,10 +12,11 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 from torch import fx
 
+from ..graph.nodes import aten
 from ..naming import called
 from ..refusal import words
 
@@ -28,6 +29,8 @@ class Term:
 
     __slots__ = ("_fields",)
     _fields: tuple[Any, ...]
+    _names: ClassVar[tuple[str, ...]] = ()
+    """The fields as attributes, in order."""
 
     @classmethod
     def _make(cls, *fields: Any) -> Any:
@@ -37,6 +40,8 @@ class Term:
         if found is None:
             found = object.__new__(cls)
             found._fields = fields
+            for name, field in zip(cls._names, fields):
+                setattr(found, name, field)
             table[key] = found
         return found
 
@@ -103,14 +108,12 @@ def some_chosen(axes: Iterable[Axis]) -> bool:
 class Const(Term):
     """A Python number. None is memory that nobody has written."""
 
-    __slots__ = ()
+    __slots__ = _names = ("type", "value")
+    type: str
+    value: Any
 
     def __new__(cls, value: float | int | None) -> Const:
         return cls._make(type(value).__name__, value)
-
-    @property
-    def value(self) -> Any:
-        return self._fields[1]
 
     def __repr__(self) -> str:
         return str(self.value)
@@ -119,7 +122,9 @@ class Const(Term):
 class Mix(Term):
     """A coordinate made of several in row-major order. `sizes` are the sizes of the parts."""
 
-    __slots__ = ("sizes",)
+    __slots__ = ("parts", "sizes")
+    _names = ("parts",)
+    parts: tuple[Term, ...]
     sizes: tuple[Size, ...]
 
     def __new__(cls, parts: Iterable[Term], sizes: Iterable[Size]) -> Any:
@@ -149,10 +154,6 @@ class Mix(Term):
             stride *= sizes[i] if i else 1
         return Affine(parts[free[0]], start, step) if free else Const(start)
 
-    @property
-    def parts(self) -> tuple[Term, ...]:
-        return self._fields[0]
-
     def __repr__(self) -> str:
         return f"({' '.join(map(repr, self.parts))})"
 
@@ -160,7 +161,10 @@ class Mix(Term):
 class Affine(Term):
     """start + step * base: a coordinate inside a slice."""
 
-    __slots__ = ()
+    __slots__ = _names = ("base", "start", "step")
+    base: Term
+    start: int
+    step: int
 
     def __new__(cls, base: Term, start: int, step: int) -> Any:
         if (start, step) == (0, 1):
@@ -170,18 +174,6 @@ class Affine(Term):
         if isinstance(base, Affine):
             return cls(base.base, start + step * base.start, step * base.step)
         return cls._make(base, start, step)
-
-    @property
-    def base(self) -> Term:
-        return self._fields[0]
-
-    @property
-    def start(self) -> int:
-        return self._fields[1]
-
-    @property
-    def step(self) -> int:
-        return self._fields[2]
 
     def __repr__(self) -> str:
         return f"{self.start}+{self.step}{self.base!r}"
@@ -202,18 +194,12 @@ def parts_of(coordinate: Term) -> tuple[Term, ...]:
 class Ref(Term):
     """An element of the tensor that a graph node computes."""
 
-    __slots__ = ()
+    __slots__ = _names = ("node", "index")
+    node: fx.Node
+    index: tuple[Term, ...]
 
     def __new__(cls, node: fx.Node, index: Iterable[Term]) -> Ref:
         return cls._make(node, tuple(index))
-
-    @property
-    def node(self) -> fx.Node:
-        return self._fields[0]
-
-    @property
-    def index(self) -> tuple[Term, ...]:
-        return self._fields[1]
 
     def __repr__(self) -> str:
         return f"{self.node.name}[{', '.join(map(repr, self.index))}]"
@@ -223,17 +209,17 @@ class Composite(Term):
     """A term that some node computes, too: `ref` is that node's element."""
 
     __slots__ = ()
-
-    @property
-    def ref(self) -> Ref | None:
-        return self._fields[-1]
+    ref: Ref | None
 
 
 class Apply(Composite):
     """A pointwise operator. `op` is the overload. `args` are its arguments: terms, or constants of the
     call."""
 
-    __slots__ = ()
+    __slots__ = _names = ("op", "args", "named", "ref")
+    op: Any
+    args: tuple[Any, ...]
+    named: tuple[tuple[str, Any], ...]
 
     def __new__(
         cls, op: Any, args: Iterable[Any], kwargs: tuple[Any, ...] = (), ref: Ref | None = None
@@ -241,44 +227,34 @@ class Apply(Composite):
         return cls._make(op, tuple(args), kwargs, ref)
 
     @property
-    def op(self) -> Any:
-        return self._fields[0]
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self._fields[1]
-
-    @property
     def kwargs(self) -> dict[str, Any]:
-        return dict(self._fields[2])
+        return dict(self.named)
 
     def __repr__(self) -> str:
         return f"{getattr(self.op, 'overloadpacket', self.op).__name__}({', '.join(map(repr, self.args))})"
 
 
+def is_eq(term: Any) -> TypeGuard[Apply]:
+    return isinstance(term, Apply) and term.op is aten.eq
+
+
 class Mul(Composite):
-    __slots__ = ()
+    __slots__ = _names = ("args", "ref")
+    args: tuple[Term, Term]
 
     def __new__(cls, a: Term, b: Term, ref: Ref | None = None) -> Mul:
-        return cls._make(a, b, ref)
-
-    @property
-    def args(self) -> tuple[Term, Term]:
-        return self._fields[:2]
+        return cls._make((a, b), ref)
 
     def __repr__(self) -> str:
         return f"{self.args[0]!r}*{self.args[1]!r}"
 
 
 class Add(Composite):
-    __slots__ = ()
+    __slots__ = _names = ("args", "ref")
+    args: tuple[Term, ...]
 
     def __new__(cls, args: Iterable[Term], ref: Ref | None = None) -> Any:
         return cls._make(tuple(args), ref)
-
-    @property
-    def args(self) -> tuple[Term, ...]:
-        return self._fields[0]
 
     def __repr__(self) -> str:
         return f"({' + '.join(map(repr, self.args))})"
@@ -290,20 +266,14 @@ class OverAxes(Composite):
     With no axes this is `body`.
     """
 
-    __slots__ = ()
+    __slots__ = _names = ("axes", "body", "ref")
+    axes: tuple[Axis, ...]
+    body: Term
     word = ""
 
     def __new__(cls, axes: Iterable[Axis], body: Term, ref: Ref | None = None) -> Any:
         axes = tuple(axes)
         return body if not axes else cls._make(axes, body, ref)
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        return self._fields[0]
-
-    @property
-    def body(self) -> Term:
-        return self._fields[1]
 
     def __repr__(self) -> str:
         return f"{self.word}{self.axes!r}[{self.body!r}]"
@@ -329,14 +299,11 @@ class AnyOf(OverAxes):
 class NoneOf(Term):
     """1 where none of these masks is set, else 0: for rows that nothing overwrites."""
 
-    __slots__ = ()
+    __slots__ = _names = ("masks",)
+    masks: tuple[Term, ...]
 
     def __new__(cls, masks: Iterable[Term]) -> NoneOf:
         return cls._make(tuple(masks))
-
-    @property
-    def masks(self) -> tuple[Term, ...]:
-        return self._fields[0]
 
     def __repr__(self) -> str:
         return f"none of {self.masks!r}"
@@ -345,19 +312,13 @@ class NoneOf(Term):
 class Choose(Composite):
     """options[index], an element of stacked tensors."""
 
-    __slots__ = ()
+    __slots__ = _names = ("index", "options", "ref")
+    index: Term
+    options: tuple[Term, ...]
 
     def __new__(cls, index: Term, options: Iterable[Term], ref: Ref | None = None) -> Any:
         options = tuple(options)
         return options[index.value] if isinstance(index, Const) else cls._make(index, options, ref)
-
-    @property
-    def index(self) -> Term:
-        return self._fields[0]
-
-    @property
-    def options(self) -> tuple[Term, ...]:
-        return self._fields[1]
 
 
 Replaced = TypeVar("Replaced", bound=Term)
@@ -426,14 +387,12 @@ def _rebuilt(t: Term, go: Callable[[Any], Any], with_refs: bool) -> Term:
     if isinstance(t, Affine):
         return Affine(go(t.base), t.start, t.step)
     if isinstance(t, Apply):
-        return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t._fields[2], ref(t.ref))
+        return Apply(t.op, [go(a) if isinstance(a, Term) else a for a in t.args], t.named, ref(t.ref))
     if isinstance(t, Mul):
         return Mul(go(t.args[0]), go(t.args[1]), ref(t.ref))
     if isinstance(t, Add):
         return Add(map(go, t.args), ref(t.ref))
-    if isinstance(t, Sum):
-        return Sum(t.axes, go(t.body), ref(t.ref))
-    if isinstance(t, (Mean, AnyOf)):
+    if isinstance(t, OverAxes):
         return type(t)(t.axes, go(t.body), ref(t.ref))
     assert isinstance(t, Choose)
     return Choose(go(t.index), map(go, t.options), ref(t.ref))

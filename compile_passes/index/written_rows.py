@@ -7,13 +7,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.nodes import arguments, aten, is_op, is_tensor, same_shape, shape, strip, value
+from ..graph.nodes import (
+    arguments,
+    aten,
+    is_op,
+    is_tensor,
+    same_shape,
+    shape,
+    strip,
+    value,
+)
 from ..operands import operand, several
 from ..refusal import Kind, Refusal, Refused, need
-from .arithmetic import Arithmetic
-from .axes import Opaque, reads, same
-from .indicators import is_eq
-from .routing import distinct
+from .arithmetic import with_fresh
+from .ids import distinct
+from .reader import Opaque, Reader, reads, same
+from .rows import (
+    mask_rows,
+    whole_rows,
+)
 from .terms import (
     Add,
     Axis,
@@ -29,200 +41,213 @@ from .terms import (
     coordinate,
     flatten,
     free_axes,
+    is_eq,
     substitute,
 )
 
 
-class WrittenRows(Arithmetic):
-    @reads(aten.index_add)
-    def _index_add(self, node: fx.Node, level: int) -> Value:
-        a = arguments(node)
-        if a["dim"] != 0 or a["alpha"] != 1:
-            raise Opaque
-        return self._added_in_pieces(node, level, a["self"], a["index"], a["source"])
+@reads(aten.index_add)
+def _index_add(reader: Reader, node: fx.Node, level: int) -> Value:
+    a = arguments(node)
+    if a["dim"] != 0 or a["alpha"] != 1:
+        raise Opaque
+    return _added_in_pieces(reader, node, level, a["self"], a["index"], a["source"])
 
-    def _added_in_pieces(
-        self, node: fx.Node, level: int, base: fx.Node, index: fx.Node, source: fx.Node
-    ) -> Value:
-        found = self.addend(node, base, level)
-        for places, rows in _pieces(index, source):
-            found = self._added(node, level, found, [self.value(places, 0)], rows)
-        return found
 
-    @reads(aten.scatter_add)
-    def _scatter_add(self, node: fx.Node, level: int) -> Value:
-        a = arguments(node)
-        whole = shape(a["src"])
-        if a["dim"] != 0 or not whole or len(whole) != len(shape(a["index"])):
-            raise Opaque
-        if not same(shape(a["index"])[0], whole[0]):
-            raise Opaque
-        index = self.value(a["index"], 0)
-        if free_axes(index.term) & {x for g in index.dims[1:] for x in g}:
-            raise Opaque  # columns of a row go to different places
-        if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
-            raise Opaque
-        rows = _repeated(a["index"])
-        if is_op(rows, aten.cat) and len(shape(rows)) == 1:
-            return self._added_in_pieces(node, level, a["self"], rows, a["src"])
-        return self._accumulate(node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
+def _added_in_pieces(
+    reader: Reader, node: fx.Node, level: int, base: fx.Node, index: fx.Node, source: fx.Node
+) -> Value:
+    found = reader.addend(node, base, level)
+    for places, rows in _pieces(index, source):
+        found = _added(reader, node, level, found, [reader.value(places, 0)], rows)
+    return found
 
-    @reads(aten.scatter_reduce)
-    def _scatter_reduce(self, node: fx.Node, level: int) -> Value:
-        a = arguments(node)
-        if a["reduce"] != "sum" or not a["include_self"]:
+
+@reads(aten.scatter_add)
+def _scatter_add(reader: Reader, node: fx.Node, level: int) -> Value:
+    a = arguments(node)
+    whole = shape(a["src"])
+    if a["dim"] != 0 or not whole or len(whole) != len(shape(a["index"])):
+        raise Opaque
+    if not same(shape(a["index"])[0], whole[0]):
+        raise Opaque
+    index = reader.value(a["index"], 0)
+    if free_axes(index.term) & {x for g in index.dims[1:] for x in g}:
+        raise Opaque  # columns of a row go to different places
+    if not all(same(s, t) for s, t in zip(shape(a["index"])[1:], shape(a["self"])[1:])):
+        raise Opaque
+    rows = _repeated(a["index"])
+    if is_op(rows, aten.cat) and len(shape(rows)) == 1:
+        return _added_in_pieces(reader, node, level, a["self"], rows, a["src"])
+    return _accumulate(reader, node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
+
+
+@reads(aten.scatter_reduce)
+def _scatter_reduce(reader: Reader, node: fx.Node, level: int) -> Value:
+    a = arguments(node)
+    if a["reduce"] != "sum" or not a["include_self"]:
+        raise Opaque
+    return _scatter_add(reader, node, level)
+
+
+@reads(aten.index_put)
+def _index_put(reader: Reader, node: fx.Node, level: int) -> Value:
+    a = arguments(node)
+    indices = a["indices"]
+    if any(i is None for i in indices):
+        raise Opaque
+    if value(indices[0]).dtype == torch.bool:
+        if len(indices) > 1 or not shape(a["values"]):
             raise Opaque
-        return self._scatter_add(node, level)
+        where = _chosen_places(*mask_rows(reader, indices[0], shape(a["values"])[0]))
+    else:
+        where = [reader.value(i, 0) for i in indices]
+    if a["accumulate"]:
+        return _accumulate(reader, node, level, a["self"], where, a["values"])
+    return _put(reader, node, level, a["self"], indices, where, a["values"])
 
-    @reads(aten.index_put)
-    def _index_put(self, node: fx.Node, level: int) -> Value:
-        a = arguments(node)
-        indices = a["indices"]
-        if any(i is None for i in indices):
-            raise Opaque
-        if value(indices[0]).dtype == torch.bool:
-            if len(indices) > 1 or not shape(a["values"]):
-                raise Opaque
-            where = _chosen_places(*self._mask_rows(indices[0], shape(a["values"])[0]))
-        else:
-            where = [self.value(i, 0) for i in indices]
-        if a["accumulate"]:
-            return self._accumulate(node, level, a["self"], where, a["values"])
-        return self._put(node, level, a["self"], indices, where, a["values"])
 
-    def _put(
-        self, node: fx.Node, level: int, base: fx.Node, indices: list[fx.Node], where: list[Value],
-        rows: fx.Node,
-    ) -> Value:  # fmt: skip
-        """Read rows that replace base[indices]. If they are base[indices] + y, this adds y."""
-        added = self._increment(base, indices, rows)
-        if added is not None and _once(where):
-            return self._accumulate(node, level, base, where, added)
-        return self._overwrite(node, level, base, where, rows)
+def _put(reader: Reader, node: fx.Node, level: int, base: fx.Node, indices: list[fx.Node], where: list[Value],
+    rows: fx.Node,
+) -> Value:  # fmt: skip
+    """Read rows that replace base[indices]. If they are base[indices] + y, this adds y."""
+    added = _increment(reader, base, indices, rows)
+    if added is not None and _once(where):
+        return _accumulate(reader, node, level, base, where, added)
+    return _overwrite(reader, node, level, base, where, rows)
 
-    @reads(aten.masked_scatter)
-    def _masked_scatter(self, node: fx.Node, level: int) -> Value:
-        """Read masked_scatter of whole rows: rows that this mask chose go back to their places, in order."""
-        a = arguments(node)
-        mask, source = a["mask"], self.value(a["source"], level)
-        if level < 2:
-            raise Opaque
-        try:
-            rows, chosen = self._whole_rows(mask, a["self"], shape(a["source"])[0])
-        except Opaque:
-            raise Refused(Refusal(Kind.ELEMENTS_MASK, node)) from None
-        whole = len(source.dims) == 2 and same(shape(a["source"])[1], shape(a["self"])[-1])
-        own = whole and source.dims[0] == (rows,)
-        need(own, Kind.OTHER_ROWS_PUT, node)
-        where = _chosen_places(rows, chosen)
-        return self._put(node, level, a["self"], [_repeated(mask)], where, a["source"])
 
-    def _increment(self, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
-        """Return y if new is base[indices] + y, as in `out[mask] += y`."""
-        new = _unchanged(new)
-        if not is_op(new, aten.add) or new.kwargs.get("alpha", 1) != 1:
-            return None
-        for old, y in ((new.args[0], new.args[1]), (new.args[1], new.args[0])):
-            if not is_op(old, aten.index) or not is_tensor(y) or not same_shape(shape(y), shape(new)):
-                continue
-            taken = several(old, 1)
-            if old.args[0] is not base or len(taken) != len(indices):
-                continue
-            if all(i is not None and self.canon.same(i, j) for i, j in zip(taken, indices)):
-                return y
+@reads(aten.masked_scatter)
+def _masked_scatter(reader: Reader, node: fx.Node, level: int) -> Value:
+    """Read masked_scatter of whole rows: rows that this mask chose go back to their places, in order."""
+    a = arguments(node)
+    mask, source = a["mask"], reader.value(a["source"], level)
+    if level < 2:
+        raise Opaque
+    try:
+        rows, chosen = whole_rows(reader, mask, a["self"], shape(a["source"])[0])
+    except Opaque:
+        raise Refused(Refusal(Kind.ELEMENTS_MASK, node)) from None
+    whole = len(source.dims) == 2 and same(shape(a["source"])[1], shape(a["self"])[-1])
+    own = whole and source.dims[0] == (rows,)
+    need(own, Kind.OTHER_ROWS_PUT, node)
+    where = _chosen_places(rows, chosen)
+    return _put(reader, node, level, a["self"], [_repeated(mask)], where, a["source"])
+
+
+def _increment(reader: Reader, base: fx.Node, indices: list[fx.Node], new: fx.Node) -> fx.Node | None:
+    """Return y if new is base[indices] + y, as in `out[mask] += y`."""
+    new = _unchanged(new)
+    if not is_op(new, aten.add) or new.kwargs.get("alpha", 1) != 1:
         return None
+    for old, y in ((new.args[0], new.args[1]), (new.args[1], new.args[0])):
+        if not is_op(old, aten.index) or not is_tensor(y) or not same_shape(shape(y), shape(new)):
+            continue
+        taken = several(old, 1)
+        if old.args[0] is not base or len(taken) != len(indices):
+            continue
+        if all(i is not None and reader.canon.same(i, j) for i, j in zip(taken, indices)):
+            return y
+    return None
 
-    @reads(aten.index_copy)
-    def _index_copy(self, node: fx.Node, level: int) -> Value:
-        a = arguments(node)
-        if a["dim"] != 0:
-            raise Opaque
-        return self._overwrite(node, level, a["self"], [self.value(a["index"], 0)], a["source"])
 
-    def _placed(
-        self, level: int, base: Value, where: list[Value], source: fx.Node
-    ) -> tuple[Value, Term, Term | None]:
-        """Return base, `source` over base's axes (summed over the other axes of its rows), and the rows'
-        mask.
+@reads(aten.index_copy)
+def _index_copy(reader: Reader, node: fx.Node, level: int) -> Value:
+    a = arguments(node)
+    if a["dim"] != 0:
+        raise Opaque
+    return _overwrite(reader, node, level, a["self"], [reader.value(a["index"], 0)], a["source"])
 
-        where: the place of each row along the first dimensions of base.
-        """
-        if level < 2 or any(len(w.dims) != 1 for w in where):
-            raise Opaque
-        src = self.value(source, level)
-        group = where[0].dims[0]
-        if len(group) == 1 and isinstance(group[0], ChosenRows):
-            rows = group[0]
-            if src.dims[0] != (rows,) or any(w.dims[0] != group for w in where):
-                raise Opaque
-            bound, mask = rows.bound, rows.mask
-        else:
-            if len(where) > 1:
-                raise Opaque
-            src, where[0] = self.together(src, where[0], [(0, 0)])
-            bound, mask = where[0].dims[0], None
-        targets: list[tuple[Term, ...]] = []
-        for w in where:
-            place = substitute(w.term, self._cuts)
-            targets.append(place.parts if isinstance(place, Mix) else () if place is Const(0) else (place,))
-        every = [t for target in targets for t in target]
-        if not all(isinstance(t, Axis) and t in bound for t in every) or len(set(every)) != len(every):
-            raise Opaque
-        term = src.term if mask is None else Mul(mask, src.term)
-        carried = Value((*targets, *src.dims[1:]), substitute(term, self._cuts))  # type: ignore[arg-type]
-        carried, fresh = self._fresh(carried, [b for b in bound if b not in every])
-        base, carried = self.together(base, carried, [(d, d) for d in range(len(base.dims))])
-        return base, Sum(fresh, carried.term, None), mask
 
-    def _accumulate(
-        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
-    ) -> Value:
-        return self._added(node, level, self.addend(node, base, level), where, source)
+def _placed(
+    reader: Reader, level: int, base: Value, where: list[Value], source: fx.Node
+) -> tuple[Value, Term, Term | None]:
+    """Return base, `source` over base's axes (summed over the other axes of its rows), and the rows'
+    mask.
 
-    def _added(self, node: fx.Node, level: int, base: Value, where: list[Value], source: fx.Node) -> Value:
-        old, new, _ = self._placed(level, base, where, source)
-        if isinstance(old.term, Const):
-            if old.term.value is None:
-                raise Opaque
-            return Value(old.dims, new)
-        return Value(old.dims, Add([*flatten(old.term, Add), new], self.ref(node, old.dims)))
+    where: the place of each row along the first dimensions of base.
+    """
+    if level < 2 or any(len(w.dims) != 1 for w in where):
+        raise Opaque
+    src = reader.value(source, level)
+    group = where[0].dims[0]
+    if len(group) == 1 and isinstance(group[0], ChosenRows):
+        rows = group[0]
+        if src.dims[0] != (rows,) or any(w.dims[0] != group for w in where):
+            raise Opaque
+        bound, mask = rows.bound, rows.mask
+    else:
+        if len(where) > 1:
+            raise Opaque
+        src, where[0] = reader.together(src, where[0], [(0, 0)])
+        bound, mask = where[0].dims[0], None
+    targets: list[tuple[Term, ...]] = []
+    for w in where:
+        place = substitute(w.term, reader.cuts)
+        targets.append(place.parts if isinstance(place, Mix) else () if place is Const(0) else (place,))
+    every = [t for target in targets for t in target]
+    if not all(isinstance(t, Axis) and t in bound for t in every) or len(set(every)) != len(every):
+        raise Opaque
+    term = src.term if mask is None else Mul(mask, src.term)
+    carried = Value((*targets, *src.dims[1:]), substitute(term, reader.cuts))  # type: ignore[arg-type]
+    carried, fresh = with_fresh(carried, [b for b in bound if b not in every])
+    base, carried = reader.together(base, carried, [(d, d) for d in range(len(base.dims))])
+    return base, Sum(fresh, carried.term, None), mask
 
-    def _overwrite(
-        self, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
-    ) -> Value:
-        """Read rows that are overwritten. If nobody wrote them before, writing is adding. The others keep
-        their values."""
-        if not _once(where):
+
+def _accumulate(
+    reader: Reader, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+) -> Value:
+    return _added(reader, node, level, reader.addend(node, base, level), where, source)
+
+
+def _added(
+    reader: Reader, node: fx.Node, level: int, base: Value, where: list[Value], source: fx.Node
+) -> Value:
+    old, new, _ = _placed(reader, level, base, where, source)
+    if isinstance(old.term, Const):
+        if old.term.value is None:
             raise Opaque
-        old, new, mask = self._placed(level, self.addend(node, base, level), where, source)
-        before = flatten(old.term, Add)
-        if isinstance(old.term, Const) and not old.term.value:
-            return Value(old.dims, new)
-        if mask is None or not isinstance(new, Mul):
+        return Value(old.dims, new)
+    return Value(old.dims, Add([*flatten(old.term, Add), new], reader.ref(node, old.dims)))
+
+
+def _overwrite(
+    reader: Reader, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
+) -> Value:
+    """Read rows that are overwritten. If nobody wrote them before, writing is adding. The others keep
+    their values."""
+    if not _once(where):
+        raise Opaque
+    old, new, mask = _placed(reader, level, reader.addend(node, base, level), where, source)
+    before = flatten(old.term, Add)
+    if isinstance(old.term, Const) and not old.term.value:
+        return Value(old.dims, new)
+    if mask is None or not isinstance(new, Mul):
+        raise Opaque
+    chosen = set(flatten(new.args[0], Mul))
+    if all(chosen <= set(flatten(t, Mul)) for t in before):
+        return Value(old.dims, new)  # the other rows are zeros
+    if all(kept_rows(t) is None and expert_mask(t) is None for t in before):
+        old, new, _ = _placed(reader, level, reader.opaque(base), where, source)
+        before = [Mul(NoneOf(()), old.term)]
+    ours = expert_mask(new)
+    if ours is None:
+        raise Opaque
+    kept = {t: rows for t in before if (rows := kept_rows(t)) is not None}
+    for t in before:
+        if t in kept:
+            continue
+        theirs = expert_mask(t)
+        if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
             raise Opaque
-        chosen = set(flatten(new.args[0], Mul))
-        if all(chosen <= set(flatten(t, Mul)) for t in before):
-            return Value(old.dims, new)  # the other rows are zeros
-        if all(kept_rows(t) is None and expert_mask(t) is None for t in before):
-            old, new, _ = self._placed(level, self.opaque(base), where, source)
-            before = [Mul(NoneOf(()), old.term)]
-        ours = expert_mask(new)
-        if ours is None:
-            raise Opaque
-        kept = {t: rows for t in before if (rows := kept_rows(t)) is not None}
-        for t in before:
-            if t in kept:
-                continue
-            theirs = expert_mask(t)
-            if theirs is None or theirs[0] is not ours[0] or theirs[1] == ours[1]:
-                raise Opaque
-        assert isinstance(new, Mul)
-        by = new.args[0]
-        after = [
-            Mul(NoneOf((*kept[t].masks, by)), t.args[1]) if isinstance(t, Mul) and t in kept else t
-            for t in before
-        ]
-        return Value(old.dims, Add([*after, new], self.ref(node, old.dims)))
+    assert isinstance(new, Mul)
+    by = new.args[0]
+    after = [
+        Mul(NoneOf((*kept[t].masks, by)), t.args[1]) if isinstance(t, Mul) and t in kept else t
+        for t in before
+    ]
+    return Value(old.dims, Add([*after, new], reader.ref(node, old.dims)))
 
 
 def _repeated(node: fx.Node) -> fx.Node:

@@ -36,8 +36,7 @@ from ..graph.nodes import (
     value,
 )
 from ..graph.walks import reached
-from ..index.axes import same
-from ..index.reader import Reader
+from ..index.reader import Reader, same
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name
 from ..operands import operand, several

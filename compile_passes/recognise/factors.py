@@ -13,8 +13,7 @@ from typing import Any, overload
 from torch import fx
 
 from ..graph.nodes import aten, shape, static_int
-from ..index.axes import same
-from ..index.indicators import is_eq
+from ..index.reader import same
 from ..index.terms import (
     Add,
     Affine,
@@ -32,6 +31,7 @@ from ..index.terms import (
     affine,
     flatten,
     free_axes,
+    is_eq,
     substitute,
     transform,
     walk,

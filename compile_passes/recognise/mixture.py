@@ -16,9 +16,8 @@ import torch
 from torch import fx
 
 from ..graph.nodes import shape, static_int, value
-from ..index.axes import same
-from ..index.indicators import INDICATOR, is_eq, is_indicator
-from ..index.reader import Reader
+from ..index.conditions import INDICATOR, is_indicator
+from ..index.reader import Reader, same
 from ..index.terms import (
     Add,
     AnyOf,
@@ -32,6 +31,7 @@ from ..index.terms import (
     Term,
     flatten,
     free_axes,
+    is_eq,
     parts_of,
     substitute,
     walk,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..graph.ids import gathered
 from ..graph.nodes import (
     FLOATING,
     arguments,
@@ -28,6 +27,7 @@ from ..graph.nodes import (
     unswap,
     value,
 )
+from ..index.ids import gathered
 from ..index.reader import Reader
 from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
 from ..naming import input_name

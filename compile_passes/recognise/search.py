@@ -27,9 +27,8 @@ from ..graph.nodes import (
     value,
 )
 from ..graph.walks import after, behind
-from ..index.indicators import is_eq
 from ..index.reader import Reader
-from ..index.terms import Apply, Const, Ref, free_axes, substitute, walk
+from ..index.terms import Apply, Const, Ref, free_axes, is_eq, substitute, walk
 from ..operands import operand, several
 from ..refusal import Kind, Refusal, Refused, need
 from ..weights.facts import written_to

@@ -36,9 +36,10 @@ from ..graph.nodes import (
     value,
 )
 from ..graph.walks import behind
-from ..index.axes import Opaque, Renamed, same
-from ..index.reader import Reader
+from ..index.arithmetic import operands, stack
+from ..index.reader import Opaque, Reader, Renamed, dims_of, same
 from ..index.terms import Affine, Apply, Axis, Choose, Const, Mix, Ref, Term, Value, free_axes, interning
+from ..index.views import fill, getitem
 from ..operands import operand
 from ..weights.facts import Facts
 
@@ -131,14 +132,14 @@ class Decoder(Reader):
         if is_op(node, *self._MOVES):
             return super()._read(node, 2)
         if is_op(node, aten.stack):
-            return self._stack(node, 2)
+            return stack(self, node, 2)
         if is_op(node, *_EMPTY):
-            return self._fill(node, 2)
+            return fill(self, node, 2)
         if is_op(node, aten.slice_scatter):
             return self._every_other(node)
         if node.all_input_nodes and (is_pointwise(node) or is_op(node, *_POINTWISE)):
             return self._pointwise(node, 2)
-        return super()._getitem(node, 2)
+        return getitem(self, node, 2)
 
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> None:
         """Return None, so that reading does not stop at an intermediate value of a decoding."""
@@ -173,7 +174,7 @@ class Decoder(Reader):
             del flat[: len(parts)]
         return rename_a, rename_b
 
-    def _cast(self, node: fx.Node, source: Any) -> Value:  # type: ignore[override]
+    def _cast(self, node: fx.Node, source: Any) -> Value:
         dtype, was = value(node).dtype, value(source).dtype
         v = self.value(source, 2)
         if dtype == was or (dtype in FLOATING and was in FLOATING):
@@ -216,12 +217,12 @@ class Decoder(Reader):
         return Value(v.dims, Apply(aten.view.dtype, (v.term, dtype)))
 
     def _pointwise(self, node: fx.Node, level: int) -> Value:
-        values = self._operands(node, 2)
+        values = operands(self, node, 2)
         terms = iter(values)
         args = [next(terms).term if is_tensor(a) else a for a in node.args]
         if any(isinstance(a, (fx.Node, list, tuple)) for a in (*args, *node.kwargs.values())):
             raise Opaque
-        return Value(self._joined(values), Apply(node.target, args, tuple(node.kwargs.items())))
+        return Value(dims_of(values), Apply(node.target, args, tuple(node.kwargs.items())))
 
 
 # --- one weight ---

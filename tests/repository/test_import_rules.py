@@ -16,7 +16,7 @@ ROOMS = {
     "options": set(),
     "pass_log": {"dynamo.api"},
     "refusal": {"advice", "naming"},
-    "graph": {"operands", "refusal"},
+    "graph": {"operands"},
     "index": {"graph", "naming", "operands", "refusal"},
     "recognise": {"graph", "index", "naming", "operands", "refusal", "weights"},
     "weights": {"graph", "refusal"},

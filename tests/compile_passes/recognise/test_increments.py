@@ -9,7 +9,7 @@ from package_styles import IncrementLoop
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4_ops.compile_passes.index.routing import distinct
+from fp4_ops.compile_passes.index.ids import distinct
 
 
 class RepeatedIds(IncrementLoop):
