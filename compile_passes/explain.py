@@ -13,10 +13,17 @@ from ..experts.zero3 import refuse_emptied
 from ..models.memory_plan import memory_plan_of
 from .dynamo.api import config, counters, get_compilation_metrics
 from .dynamo.branches import KEPT, SEEN_THROUGH, Kept
-from .dynamo.breaks import about_a_number, breaks_since, described, inside, known_breaks, reason_of
 from .dynamo.extend import extend_dynamo
 from .dynamo.left_frames import noted
-from .dynamo.left_out import expert_parameters
+from .dynamo.left_out import (
+    about_a_number,
+    breaks_since,
+    described,
+    expert_parameters,
+    inside,
+    known_breaks,
+    reason_of,
+)
 from .fail_open import failure
 from .naming import short_path
 from .options import parse

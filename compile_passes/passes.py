@@ -18,10 +18,9 @@ from .emit.linears import linear_layers
 from .emit.mixture import Emitter
 from .emit.products import write_product
 from .emit.writer import Writer, kernel
-from .graph.dead_code import erase_unused, sweep
+from .graph.dead_code import erase_unused, read_past_writes, sweep
 from .graph.nodes import FLOATING, Canon, aten, is_op, unswap, value
 from .graph.strides import allow_any_strides
-from .graph.written_slices import read_past_writes
 from .index.reader import Reader
 from .index.terms import interning
 from .naming import location, module_path
@@ -40,9 +39,7 @@ from .refusal import Kind, Refusal, Refused, refuse
 from .report import Site, each_told_once, left_alone
 from .step.linears import write_linears
 from .trace.capture import mutated_inputs
-from .weights.decoded import note_decoded
-from .weights.facts import Facts, written_to
-from .weights.one_precision import written_before
+from .weights.facts import Facts, note_decoded, written_before, written_to
 from .weights.runtime import Swap
 
 fp4 = torch.ops.fp4

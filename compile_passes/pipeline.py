@@ -29,9 +29,8 @@ from .recognise.written_decoding import BYTES, TABLE
 from .refusal import Kind, Refusal, Refused
 from .report import Frame, Site
 from .trace.capture import capture
-from .weights.facts import Facts
+from .weights.facts import Facts, ReadTwice
 from .weights.given import Given, gathered, given, is_flat
-from .weights.one_precision import ReadTwice
 from .weights.prequantized import is_subclass
 from .weights.runtime import Swap, runtime
 

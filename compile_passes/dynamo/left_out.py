@@ -17,6 +17,7 @@ import logging
 import re
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -24,18 +25,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...meta.text import some_of
+from ...meta.text import first_line, some_of
 from ...meta.torch_internals import is_traceable_wrapper_subclass
+from ..naming import TORCH, short_path
 from ..weights.packed import packed_ids
 from ..weights.runtime import Calls, packed_since
 from . import api
-from .api import counters
-from .breaks import breaks_since, described, innermost, known_breaks, place, reason_of
+from .api import counters, graph_break_reasons
 from .rules import around
 from .session import within
 
 if TYPE_CHECKING:
-    from .api import Function, OptimizeContext
+    from .api import Function, GraphCompileReason, OptimizeContext
 
 log = logging.getLogger("fp4_ops")
 
@@ -339,3 +340,63 @@ def _model_of(fn: object) -> nn.Module | None:
         return None  # its method is wrapped, too
     owner = getattr(fn, "__self__", None)
     return owner if isinstance(owner, nn.Module) and getattr(fn, "__name__", "") in WHOLE else None
+
+
+_SIZE = "data-dependent expression"
+"""In Dynamo's reason: Python asks for a number that only the data knows."""
+
+
+def known_breaks() -> int:
+    """Return the number of reasons that Dynamo has so far, for `breaks_since`."""
+    return len(graph_break_reasons)
+
+
+def breaks_since(known: int) -> list[GraphCompileReason]:
+    """Return Dynamo's reasons after the first `known`; all of them if it has forgotten those."""
+    since = known if known <= len(graph_break_reasons) else 0
+    return [b for b in graph_break_reasons[since:] if b.reason != "step_unsupported"]
+
+
+def described(broken: GraphCompileReason) -> str:
+    """Return the reason and the user's line."""
+    frame = innermost(broken.user_stack)
+    return reason_of(broken.reason) if frame is None else f"{reason_of(broken.reason)}, {place(frame)}"
+
+
+def place(frame: traceback.FrameSummary) -> str:
+    code = f": {frame.line.strip()}" if frame.line else ""
+    return f"at {short_path(frame.filename)}:{frame.lineno} in {frame.name}{code}"
+
+
+def reason_of(text: str) -> str:
+    if about_a_number(text):
+        return "Python asks for a number that only the data knows"
+    return first_line(text).rstrip(".")
+
+
+def about_a_number(text: str) -> bool:
+    """Return whether Dynamo's reason is that Python needs a data-dependent number."""
+    return _SIZE in first_line(text)
+
+
+def innermost(stack: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """Return the last line outside of torch."""
+    own = [f for f in stack if not f.filename.startswith(TORCH) and not f.filename.startswith("<")]
+    return own[-1] if own else None
+
+
+def inside(
+    function: str, path: str, line: int | None, breaks: Sequence[GraphCompileReason]
+) -> GraphCompileReason | None:
+    """Return the break inside the call on this line. It is the cause if Dynamo names a generator or a
+    comprehension, which it cannot leave half-way."""
+    for b in breaks:
+        called = [f for f in b.user_stack if not f.filename.startswith(TORCH)]
+        outer = {_key(f) for f in called[:-1]} - {_key(f) for f in called[-1:]}
+        if any(f[:2] == (function, path) and line in (None, f[2]) for f in outer):
+            return b
+    return None
+
+
+def _key(frame: traceback.FrameSummary) -> tuple[str, str, int | None]:
+    return frame.name, frame.filename, frame.lineno

@@ -12,8 +12,7 @@ import torch
 from torch import fx
 
 from ...meta.layouts import preferred_layout
-from ..graph.nodes import PRODUCTS, aten, is_op, shape, static_int, value
-from ..graph.walks import reached
+from ..graph.nodes import PRODUCTS, aten, is_op, reached, shape, static_int, value
 from ..index.reader import Reader
 from ..index.terms import Ref
 from ..options import Options

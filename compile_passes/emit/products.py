@@ -8,7 +8,7 @@ from torch import fx
 from ..graph.nodes import aten, shape, value
 from ..index.ids import nonnegative
 from ..recognise.products import Product
-from ..recognise.sorted_rows import GATHERED, SORTED
+from ..recognise.search import GATHERED, SORTED
 from ..report import Load, Site, hint
 from .writer import Writer
 

@@ -24,8 +24,7 @@ from ..recognise.branches import EvenParts, Experts, Parts
 from ..recognise.factors import K, N
 from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site
-from ..weights.facts import Facts
-from ..weights.one_precision import refuse_two_precisions
+from ..weights.facts import Facts, refuse_two_precisions
 from ..weights.prequantized import StoredSpec, stored_spec
 from ..weights.runtime import Swap
 from ..weights.specs import Assembly, JoinSpec, PackSpec, Piece

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import ASSERTIONS, arguments, aten, is_op, is_pure, value
-from .walks import behind
+from .nodes import ASSERTIONS, arguments, aten, behind, is_op, is_pure, value
 
 # These operators overwrite some places. The arguments listed say which places.
 _PLACES = {

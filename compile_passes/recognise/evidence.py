@@ -32,10 +32,10 @@ from ..graph.nodes import (
     is_pointwise,
     is_tensor,
     item,
+    reached,
     shape,
     value,
 )
-from ..graph.walks import reached
 from ..index.reader import Reader, same
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name

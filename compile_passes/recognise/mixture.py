@@ -60,7 +60,7 @@ from .factors import (
     without_other_masks,
 )
 from .pieces import Pieces
-from .unread_steps import kind_of
+from .unread import kind_of
 
 
 @dataclass(frozen=True)

@@ -14,29 +14,29 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ...meta.torch_internals import TracingContext
 from ..graph.nodes import (
+    ASSERTIONS,
     BY_SIZE,
     FLOATING,
     PRODUCTS,
+    after,
     aten,
+    behind,
     is_grouped_mm,
     is_op,
     is_pointwise,
     is_tensor,
     item,
+    reached,
     shape,
     value,
 )
-from ..graph.walks import after, behind
 from ..index.reader import Reader
 from ..index.terms import Apply, Const, Ref, free_axes, is_eq, substitute, walk
 from ..operands import operand, several
 from ..refusal import Kind, Refusal, Refused, need
 from ..weights.facts import written_to
-from .changed_products import changed_products
 from .mixture import Linear, Matcher, Mixture
-from .sorted_rows import GATHERED, SORTED, need_one_operator
-from .unread_experts import unread_experts, unread_rows
-from .unread_steps import first_rows, kind_of, kind_on_output
+from .unread import changed_products, first_rows, kind_of, kind_on_output, unread_experts, unread_rows
 
 _STEPS_AFTER = 24
 """A block must end within this many nodes after the last expert: scaling, a view, the sum over choices."""
@@ -512,3 +512,33 @@ def _lists_given() -> dict[str, int]:
         if constant and type(source).__name__ == "GetItemSource" and type(base).__name__ == "LocalSource":
             found[base.local_name] += 1
     return {name: n for name, n in found.items() if n > 1}
+
+
+SORTED = "rows sorted by expert (grouped_mm)"
+GATHERED = "weights gathered for each row (batched_mm)"
+
+
+def need_one_operator(m: Mixture, down: fx.Node) -> None:
+    """Refuse `m`, which ends in the product `down`, unless one operator can replace all of it.
+
+    Two `fp4::grouped_mm` are as good as two `fp4::indexed_mm`. If something else reads the rows, they must be
+    computed anyway. A block of sorted rows therefore becomes one `fp4::moe`, or it stays two products.
+    """
+    act, root = m.common.act, m.root
+    _need_only_users(down, root)
+    need(set(m.tokens) <= free_axes(m.common.x), Kind.NOT_OVER_CHOICES, root)
+    need(bool(act.name) and m.common.gain is None, Kind.ACTIVATION, down, act)
+
+
+def _need_only_users(down: fx.Node, root: fx.Node) -> None:
+    """Prove that nothing else reads the nodes between the product and the block's output."""
+    before = reached([root], lambda node: (n for n in node.all_input_nodes if down < n))
+    seen, todo = {down}, [down]
+    while todo:
+        node = todo.pop()
+        if node is root:
+            continue
+        users = [n for n in node.users if not is_op(n, *ASSERTIONS)]
+        need(before.keys() >= set(users), Kind.READ_OUTSIDE, node, node)
+        todo += [n for n in users if n not in seen]
+        seen.update(users)

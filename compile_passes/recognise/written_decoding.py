@@ -28,6 +28,7 @@ from ..graph.nodes import (
     Canon,
     arguments,
     aten,
+    behind,
     is_op,
     is_pointwise,
     is_pure,
@@ -35,7 +36,6 @@ from ..graph.nodes import (
     shape,
     value,
 )
-from ..graph.walks import behind
 from ..index.arithmetic import operands, stack
 from ..index.reader import Opaque, Reader, Renamed, dims_of, same
 from ..index.terms import Affine, Apply, Axis, Choose, Const, Mix, Ref, Term, Value, free_axes, interning

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,18 +36,18 @@ from ..refusal import Kind, Refused, refuse
 from ..weights.facts import Stored
 from ..weights.given import copied
 from ..weights.prequantized import Prequantized, is_subclass, prequantized, stand_in
-from .as_written import as_written, needs_a_number
-from .copier import CannotCopy, Copier
-from .functional import (
+from .calls import (
+    OpenRegions,
+    as_written,
     current,
     functional_tensors,
     inline_constants,
     is_reshaped,
     is_written,
+    needs_a_number,
     storage,
 )
-from .open_regions import OpenRegions
-from .regions import without_regions
+from .copier import CannotCopy, Copier
 
 aten = torch.ops.aten
 log = logging.getLogger("fp4_ops")
@@ -274,3 +275,65 @@ def _restore_dynamo_metadata(gm: fx.GraphModule, traced: fx.GraphModule) -> None
         delattr(traced, name)
         setattr(traced, name, constant)
     traced.meta.update(gm.meta)
+
+
+def without_regions(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy Dynamo's graph with regions in place of their calls. Returns `gm` itself if it has no regions.
+
+    Dynamo keeps what a model marks with `torch.compiler.nested_compile_region` as a graph of its own, which
+    `invoke_subgraph` calls. Experts in a region can only be read together with the code around it, and each
+    call has its own weights. Tracing the call itself would leave its aten operators in torch's cache of
+    regions, where Inductor expects decomposed operators.
+    """
+    if not any(_is_region(n) for n in gm.graph.nodes):
+        return gm
+    made = fx.GraphModule(gm, fx.Graph())
+    made.graph.output(_put(made, gm, None))
+    made.graph.lint()
+    made.recompile()
+    made.meta.update(gm.meta)
+    return made
+
+
+def _put(made: fx.GraphModule, gm: fx.GraphModule, given: list[Any] | None) -> Any:
+    """Append what `gm` computes to `made`, and return its results. given: its inputs, if it is a region."""
+    held: dict[fx.Node, Any] = {}
+    inputs = iter(given or ())
+
+    def current(x: Any) -> Any:
+        return fx.node.map_arg(x, held.__getitem__)
+
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            break
+        if node.op == "placeholder" and given is not None:
+            held[node] = next(inputs)
+        elif _is_region(node):
+            region, _, *operands = node.args
+            held[node] = _put(made, getattr(gm, region.target), list(current(operands)))
+        elif node.target is operator.getitem and isinstance(of := held.get(node.args[0]), tuple | list):
+            held[node] = of[node.args[1]]
+        elif node.op == "get_attr":
+            held[node] = made.graph.get_attr(_attribute(made, gm, node.target))
+            held[node].meta = dict(node.meta)
+        else:
+            held[node] = made.graph.node_copy(node, held.__getitem__)
+            if hasattr(node, "_dynamo_source"):
+                held[node]._dynamo_source = node._dynamo_source
+    return current(node.args[0])
+
+
+def _is_region(node: fx.Node) -> bool:
+    return node.target is torch.ops.higher_order.invoke_subgraph
+
+
+def _attribute(made: fx.GraphModule, gm: fx.GraphModule, name: str) -> str:
+    """Return the name in `made` of an attribute of `gm`."""
+    value: Any = gm
+    for part in name.split("."):
+        value = getattr(value, part)
+    new, n = name.replace(".", "_"), 0
+    while getattr(made, new, value) is not value:
+        new, n = f"{name.replace('.', '_')}_{n}", n + 1
+    setattr(made, new, value)
+    return new

@@ -33,9 +33,16 @@ from ...meta.torch_internals import (
 from ..graph.nodes import arguments
 from ..graph.traced_nodes import example
 from ..operands import integer
-from .as_written import as_written
-from .functional import current, functional_tensors, inline_constants, is_reshaped, is_written, storage
-from .open_regions import OpenRegions
+from .calls import (
+    OpenRegions,
+    as_written,
+    current,
+    functional_tensors,
+    inline_constants,
+    is_reshaped,
+    is_written,
+    storage,
+)
 
 aten = torch.ops.aten
 

@@ -1,14 +1,35 @@
-"""Facts about the weights of one graph, in addition to torch's in `node.meta`."""
+"""Facts about the weights of one graph, in addition to torch's in `node.meta`: which are decoded from 4 bits,
+and whether all uses of one can be in 4 bits.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, fx
 
+from ...runtime.relayout import relayout
+from ..graph.nodes import (
+    CUTS,
+    PRODUCTS,
+    RESHAPES,
+    SWAPS,
+    arguments,
+    aten,
+    behind,
+    is_op,
+    is_product,
+    is_pure,
+    is_tensor,
+    reached,
+    shape,
+)
 from ..refusal import Kind, Refusal, Refused
-from .prequantized import Prequantized
+from .prequantized import Parts, Prequantized
 
 
 class Stored(NamedTuple):
@@ -68,3 +89,132 @@ class Facts:
 
 def written_to(weight: fx.Node, site: fx.Node) -> Refusal:
     return Refusal(Kind.WRITTEN, site, (weight,))
+
+
+fp4 = torch.ops.fp4
+
+
+@dataclass(frozen=True)
+class Program:
+    """Computes the operands of `fp4.dequantize` from fixed graph inputs, once, when the operands are made.
+
+    It has the operators between the inputs and the operator's arguments (views, stacks, a reciprocal).
+    Programs with the same code are equal.
+    """
+
+    code: str
+    format: str
+    layout: str
+    k: int
+    tables: tuple[tuple[float, ...], ...]
+    """Tables of values that the last inputs held when the decoding was proved."""
+    run: fx.GraphModule = field(compare=False)
+
+    def __call__(self, *inputs: Tensor) -> Parts:
+        given = len(inputs) - len(self.tables)
+        for now, proved in zip(inputs[given:], self.tables):
+            if tuple(now.flatten().tolist()) != proved:
+                raise RuntimeError(
+                    "fp4: a table from which the model decodes its weights has changed; compile anew"
+                )
+        inputs = inputs[:given]
+        return relayout(self.run(*inputs), self.format, self.k, self.layout, "plain")
+
+
+def note_decoded(graph: fx.Graph, facts: Facts) -> None:
+    """Note the nodes that are weights held in 4 bits, and how they are read."""
+    inputs = facts.fixed - facts.mutated
+    for node in graph.nodes:
+        stored = _stored(node, inputs, facts) if is_op(node, fp4.dequantize) else None
+        if stored is not None:
+            facts.stored[node] = stored
+            facts.fixed.add(node)
+
+
+def _stored(node: fx.Node, fixed: set[fx.Node], facts: Facts) -> Stored | None:
+    a = arguments(node)
+    operands = [a["packed"], a["block_scale"], a["global_scale"]]
+    extracted = _extract([n for n in operands if n is not None], fixed)
+    if extracted is None:
+        return None
+    inputs, gm = extracted
+    tables = facts.tables.get(node, ())
+    values = tuple(tuple(facts.constants[t].flatten().tolist()) for t in tables)
+    program = Program(gm.code, a["format"], a["layout"], int(shape(node)[-1]), values, gm)
+    inputs = (*inputs, *tables)
+    return Stored(Prequantized("fp4.dequantize", a["format"], program, inputs=len(inputs)), inputs)
+
+
+def _extract(
+    outputs: list[fx.Node], fixed: set[fx.Node]
+) -> tuple[tuple[fx.Node, ...], fx.GraphModule] | None:
+    """Return (inputs, a program from them to three outputs), if the outputs depend only on fixed inputs."""
+    needed = behind(*outputs)
+    if not all(n in fixed or (n.op == "call_function" and is_pure(n) and is_tensor(n)) for n in needed):
+        return None
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[fx.Node] = []
+    for node in outputs[0].graph.nodes:
+        if node in needed and node.op == "placeholder":
+            copies[node] = graph.placeholder(f"given_{len(inputs)}")
+            inputs.append(node)
+    for node in outputs[0].graph.nodes:
+        if node in needed and node.op != "placeholder":
+            copies[node] = graph.node_copy(node, lambda n: copies[n])
+    results = [copies[n] for n in outputs]
+    graph.output((*results, None)[:3])
+    return tuple(inputs), fx.GraphModule(torch.nn.Module(), graph)
+
+
+_PARTS = (
+    *(*RESHAPES, *SWAPS, *CUTS, aten.unbind, aten.expand, aten._to_copy),
+    *(aten.index, aten.index_select, aten.cat, aten.stack),
+)
+
+
+class ReadTwice(Exception):
+    """Products that were not rewritten read weights that others read in 4 bits. A model must not read one
+    expert in two precisions.
+
+    `why`: for the index of each such graph input, the product that reads it.
+    """
+
+    def __init__(self, products: dict[int, tuple[fx.Node, fx.Node]]) -> None:
+        super().__init__("some uses of a weight would run in 4 bits, and others not")
+        self.why = {i: Refusal(Kind.OTHER_USERS, both[1], both) for i, both in products.items()}
+
+
+def refuse_two_precisions(
+    inputs: list[fx.Node], packed: Iterable[fx.Node], others: Collection[fx.Node] = ()
+) -> None:
+    """Raises ReadTwice if an input that is `packed` is an operand of a product that is none of `others`."""
+    chosen = set(packed)
+    found = {i: (n, _product_of(n, others)) for i, n in enumerate(inputs) if n in chosen}
+    products = {i: (n, p) for i, (n, p) in found.items() if p is not None}
+    if products:
+        raise ReadTwice(products)
+
+
+def written_before(graph: fx.Graph, weights: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return, for each product, which of these weights it reads after the graph has written to the weight."""
+    found: dict[fx.Node, fx.Node] = {}
+    for product in graph.nodes if weights else ():
+        for operand in product.all_input_nodes if is_product(product) else ():
+            node, changed = operand, False
+            while isinstance(node, fx.Node) and node.op == "call_function" and node.args:
+                changed = changed or not _is_part(node)
+                node = node.args[0] if not is_op(node, *PRODUCTS) else None
+            if changed and node in weights and node.meta["val"].dim() >= 2:
+                found[product] = node
+    return found
+
+
+def _product_of(weight: fx.Node, others: Collection[fx.Node]) -> fx.Node | None:
+    """Return a product with this weight or an unchanged part of it."""
+    parts = reached(weight.users, lambda n: n.users if _is_part(n) else ())
+    return next((n for n in parts if is_product(n) and n not in others), None)
+
+
+def _is_part(node: fx.Node) -> bool:
+    return is_op(node, *_PARTS) or node.target is operator.getitem

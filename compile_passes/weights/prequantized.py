@@ -1,7 +1,7 @@
 """Handles weights that a model holds in 4 bits already: their codes and block scales are used bit for bit.
 
 `FP4Tensor` and torchao's `NVFP4Tensor` and `MXTensor` are graph inputs. The passes see an ordinary tensor of
-the same shape in their place. When a product is rewritten, its operands come from the real tensor. decoded.py
+the same shape in their place. When a product is rewritten, its operands come from the real tensor. facts.py
 finds weights that the graph itself decodes.
 """
 

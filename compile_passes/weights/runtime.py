@@ -14,8 +14,17 @@ from ...backends.samples import Comparison, Samples
 from ...meta import gradients
 from ...meta.torch_internals import BelowAutograd, is_traceable_wrapper_subclass
 from ..graph.repeat import Undo
-from .memory import NO_MEMORY, has_memory, leaves_of, states_of, watch
-from .packed import Entry, NoticedWrites, forget_packed, store
+from .packed import (
+    NO_MEMORY,
+    Entry,
+    NoticedWrites,
+    forget_packed,
+    has_memory,
+    leaves_of,
+    states_of,
+    store,
+    watch,
+)
 from .specs import Spec
 
 

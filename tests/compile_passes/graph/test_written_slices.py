@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4_ops.compile_passes.graph.written_slices import read_past_writes
+from fp4_ops.compile_passes.graph.dead_code import read_past_writes
 
 SCATTERS = ("select_scatter", "slice_scatter")
 

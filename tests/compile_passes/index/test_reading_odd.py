@@ -15,8 +15,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4_ops.compile_passes.graph.nodes import Canon, is_tensor
-from fp4_ops.compile_passes.index.reader import Opaque
-from fp4_ops.compile_passes.index.reader import Reader
+from fp4_ops.compile_passes.index.reader import Opaque, Reader
 from fp4_ops.compile_passes.index.terms import ChosenRows, Const, Ref, Value, interning
 from fp4_ops.compile_passes.refusal import Refused
 

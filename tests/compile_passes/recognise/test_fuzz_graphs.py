@@ -25,8 +25,7 @@ from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.passes import rewrite
 from fp4_ops.compile_passes.trace.capture import capture
-from fp4_ops.compile_passes.weights.facts import Facts
-from fp4_ops.compile_passes.weights.one_precision import ReadTwice
+from fp4_ops.compile_passes.weights.facts import Facts, ReadTwice
 from fp4_ops.compile_passes.weights.runtime import runtime
 
 SECONDS = float(os.environ.get("FP4_FUZZ_SECONDS", "0.25"))

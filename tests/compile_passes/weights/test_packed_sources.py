@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import fp4_ops
 from fp4_ops import FP4Tensor
 from fp4_ops.compile_passes.weights import packed as packed_weights
-from fp4_ops.compile_passes.weights.memory import leaves_of, memory_of
+from fp4_ops.compile_passes.weights.packed import leaves_of, memory_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
