@@ -1,4 +1,4 @@
-// libstdc++'s headers read this flag of glibc 2.32 to leave out locks in programs of one thread. One of our
-// own, which says that there may be more, lets the library load with older ones too (manylinux_2_28, as
-// torch's).
+// libstdc++'s headers read this flag, which glibc has since 2.32, and leave out locks if a program has one
+// thread. We define the flag ourselves, as a program with threads has it. The library then also loads with
+// older releases of glibc (manylinux_2_28, as torch's wheels).
 extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;

@@ -144,8 +144,8 @@ class PackedWeights:
         return self.entry(weights).packed
 
     def entry(self, weights: tuple[torch.Tensor, ...], but: int = 0) -> Entry:
-        """Return a valid entry, packed again if necessary. An entry with the serial `but` counts as not
-        valid."""
+        """Return a valid entry, packed again if necessary. The entry whose serial is `but` is taken as
+        invalid."""
         key = tuple(map(id, weights))
         entry = self._entries.get(key)
         if entry is not None and entry.serial != but and entry.holds(weights):
@@ -174,8 +174,8 @@ class PackedWeights:
         return bool(found)
 
     def refresh(self, tensors: Mapping[int, torch.Tensor]) -> int:
-        """Pack again everything that is made of these weights (by id). An entry that also has other weights
-        is packed at its next use, all others now."""
+        """Pack again everything that was packed from these weights, which are given by id. An entry that
+        also has other weights is packed again at its next use; all other entries are packed now."""
         done = 0
         for key, entry in list(self._entries.items()):
             found = (tensors[i] for i in key if i in tensors)  # an id may belong to another tensor by now
@@ -236,7 +236,7 @@ def note_writes(tensors: Iterable[Any]) -> None:
 def _after_a_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Note a step of an optimizer. Fused optimizers do not change versions, and a small step may change no
     sample."""
-    # While compiling, the graph that writes counts as a write by itself.
+    # A compiled optimizer needs no note here: the graph that writes notes its writes itself.
     if not torch.compiler.is_compiling():
         note_writes(p for group in optimizer.param_groups for p in group["params"])
 
@@ -247,9 +247,11 @@ register_optimizer_step_post_hook(_after_a_step)
 def refresh(model: torch.nn.Module) -> int:
     """Packs again, now, all weights of `model` that `backend="fp4"` has packed; returns how many.
 
-    Call it after a write that the backend cannot notice (docs/compiler.md, "Weights that change"): of a few
-    elements through `.data`, NumPy or a kernel; or any write before you replay a CUDA graph that you captured
-    yourself. Packed tensors keep their addresses, so such a graph reads the new values.
+    Call it after a write that the backend cannot notice, such as one to a few elements through `.data`,
+    NumPy or a kernel (docs/compiler.md, "Weights that change"). Call it also after any write if you captured
+    a CUDA graph yourself and replay it. Packed tensors keep their addresses, so such a graph reads the new
+    values.
+
     Raises TypeError if `model` is no torch.nn.Module, and ValueError for a weight with NaN or infinity.
     """
     if not isinstance(model, torch.nn.Module):

@@ -2,10 +2,10 @@
 // multiplies 16 weight rows x 16 activation rows x 32 k.
 //
 // All kinds of activation rows use bfloat16 products. bfloat16 rows stay as they are. int8 codes are exact in
-// bfloat16, and the 32 codes that share a scale are the k of one instruction. AMX also has int8 products of
-// 64 k, but with a scale every 32 k half of each would be unused, and the scales of nvfp4, one for 16 k,
-// could not be multiplied into the weights. float32 rows are split into three bfloat16 planes, whose sum is
-// exact.
+// bfloat16, and the 32 codes that share a scale are the k of one instruction. AMX also has int8 products, of
+// 64 k each. With a scale every 32 k, half of such a product would be unused. nvfp4's scales, one for 16 k,
+// could not be multiplied into int8 weights either. float32 rows are split into three bfloat16 planes, whose
+// sum is exact.
 //
 // Weights are converted to bfloat16 once for all rows of a group. e2m1 times e4m3 is exact in bfloat16, and
 // e2m1 times e8m0 is exact except at the ends of the range. Such weights are "scaled": they include their
@@ -379,8 +379,9 @@ void multiply(RowKind kind, const uint8_t* rows, int row_count, const Panel* pan
   }
 }
 
-// Sums of int8 codes times bare codes are exact integers in either kernel, and so are those with scales that
-// are powers of two. Both then meet the same scales in the same steps. e4m3 scales one for 16 k, half a step.
+// True if this kernel and the panel kernel give the same bits. Sums of int8 codes times 4-bit codes are exact
+// integers in both, and stay exact under scales that are powers of two. Other scales are applied after the
+// same steps in both, except e4m3 scales: there is one for 16 k, half a step.
 bool same_bits(RowKind kind, Scale scale) { return kind == RowKind::int8 && scale != Scale::e4m3; }
 
 bool supported() { return __builtin_cpu_supports("avx512bf16") && tiles_supported(); }

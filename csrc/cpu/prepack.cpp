@@ -52,8 +52,8 @@ BlockScales block_scales(const Tensor& block_scale, Stored weight) {
   return {weight.format->block, scale_kind(block_scale.scalar_type())};
 }
 
-// Puts the same bytes into the other order. f(codes, scales, to_codes, to_scales, k) moves one panel of 16
-// rows. Rows that tile16 keeps plain are copied.
+// Converts between plain and tile16, which have the same bytes in another order. f(codes, scales, to_codes,
+// to_scales, k) moves one panel of 16 rows. Rows that tile16 keeps plain are copied.
 template <typename F>
 std::tuple<Tensor, Tensor> reorder(const Tensor& packed, const Tensor& block_scale, Stored target,
                                    const F& f) {

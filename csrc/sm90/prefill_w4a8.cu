@@ -1,4 +1,5 @@
-// NVFP4 weights x e4m3 activations in the layout's order, with a scale a row: the candidates.
+// The candidate kernels for prefill with NVFP4 weights and e4m3 activations. Activations are in the layout's
+// order, with one scale for each row.
 
 #include "e2m1_to_e4m3.cuh"
 #include "prefill_fp8.cuh"

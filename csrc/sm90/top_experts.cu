@@ -15,7 +15,7 @@ using namespace device;
 
 constexpr int kWarps = 4;  // of a block, each with its own row
 
-// The integer of a float has its order. NaN is the largest, and -0 equals 0.
+// Maps floats to integers in the same order. NaN becomes the largest integer, and -0 the same one as 0.
 __device__ __forceinline__ int ordered(float x) {
   if (x != x) return INT_MAX;
   const int bits = int(__float_as_uint(x + 0.f));

@@ -1,8 +1,8 @@
 """Describes the part of an experts module that one process holds: whole experts, or some columns of each.
 
-transformers (and whoever uses its meshes' names) says it with DTensors. Shard(0) on a mesh "ep" spreads the
-experts. On a mesh "tp" the rows of gate and up, and the columns of down, are split along the intermediate
-size.
+transformers marks a part with DTensors, and so does other code that names its meshes alike. Shard(0) on a
+mesh "ep" spreads the experts. On a mesh "tp" the rows of gate and up, and the columns of down, are split
+along the intermediate size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ KINDS = ("spread", "split")
 @dataclass(frozen=True)
 class Part:
     kind: str
-    """"spread": `own` experts, whole. "split": of every expert, `own_columns` of the intermediate size."""
+    """"spread": the process holds whole experts, `own`. "split": it holds a slice of every expert,
+    `own_columns` of the intermediate size."""
     experts: int
-    """Number of experts of all processes together."""
+    """Number of experts on all processes together."""
     size: int
     rank: int
     group_name: str
@@ -44,12 +45,12 @@ class Part:
 
     @property
     def numbers(self) -> list[int]:
-        """Returns the numbers that state dicts store."""
+        """Returns this part as numbers, which state dicts store."""
         return [KINDS.index(self.kind), self.experts, self.size, self.rank]
 
     @classmethod
     def of_numbers(cls, numbers: list[int]) -> Part | None:
-        """Undoes `numbers`, without a group. Returns None for an empty list."""
+        """Returns the part that `numbers` describe, without a process group; None for an empty list."""
         if not numbers:
             return None
         kind, experts, size, rank = numbers
@@ -118,7 +119,7 @@ def _is_split(p: Any, dim: int, groups: int) -> bool:
 
 
 def by_fsdp(module: nn.Module) -> bool:
-    """True if FSDP2 holds the module's own parameters. They stay, and are whole while its forward runs."""
+    """True if FSDP2 shards the module's own parameters. It gathers them while the module's forward runs."""
     return hasattr(module, "_get_fsdp_state")
 
 

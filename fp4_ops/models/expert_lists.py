@@ -21,7 +21,7 @@ from ..runtime.relayout import Operands
 from ..tensor import FP4Tensor
 
 NAME = "experts"
-"""Name of such a list in models."""
+"""Name of the attribute that holds the list of experts."""
 
 
 def find_lists(model: nn.Module) -> tuple[dict[str, list[nn.Module]], dict[str, str]]:

@@ -62,8 +62,8 @@ class WordsDialect(Int4Dialect):
         index = self.groups(stored, read)
         if not torch.equal(index, self.in_order(stored, index.device)):
             raise CheckpointError(
-                f"fp4: {stored.other('.g_idx')} puts columns into groups out of order (desc_act), which no "
-                f"operator computes with, and the config says they are in order. {REQUANTIZE}"
+                f"fp4: {stored.other('.g_idx')} puts columns into groups out of order (desc_act), and no "
+                f"operator supports this. The config says that they are in order. {REQUANTIZE}"
             )
         zeros = self.zeros(stored, read)
         if zeros is not None and bool((zeros != 0).any()):

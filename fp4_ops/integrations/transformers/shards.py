@@ -17,7 +17,7 @@ _Found = tuple[list[str], dict[str, Any]]
 
 
 def read_any_index() -> None:
-    """Makes transformers read indexes of local folders without "metadata", which others read too.
+    """Makes transformers read a local folder whose index has no "metadata". Other programs read such folders.
 
     An index that names no files then raises a CheckpointError. A second call changes nothing.
     """
