@@ -39,8 +39,8 @@ STATIC_WEIGHTS = "hold the weight as a parameter or buffer of a module, and mark
 EVEN = "pad K to an even number with zeros, in the weight and in the rows that it multiplies"
 ALONG = "quantise the weight along the dimension that its product sums over, or leave this one unquantised"
 ONE_FORMAT = "quantise all experts' weights in one format, or leave all as they were"
-WHOLE_WEIGHT = "quantise each part of the weight that has a product of its own as a weight of its own"
-ONE_GLOBAL_SCALE = "quantise gate and up of an expert under one global scale, as one weight"
+WHOLE_WEIGHT = "quantise the parts of the weight separately, because each has a matrix product of its own"
+ONE_GLOBAL_SCALE = "quantise gate and up of an expert together, as one weight with one global scale"
 OWN_MATRIX = (
     "let expert e's products read parameters of its own: w[e], a slice of it, or self.experts[e].weight"
 )
@@ -93,14 +93,14 @@ AS_MANY = "give gate/up and down the same number of experts"
 ACTIVATION = (
     "to get one fp4::moe, use one of these activations: "
     + ", ".join(ACTIVATIONS)
-    + ". Their formulas are in meta/formats.py; gate and up must have the places that they have there. With "
-    "any other activation, each product becomes an operator in 4 bits of its own"
+    + ". Their formulas are in meta/formats.py; gate and up must have the same roles as there. With "
+    "any other activation, each product becomes a separate operator in 4 bits"
 )
 BETWEEN = "put nothing but the activation, and each row's own bias[ids], between the two products"
 ROW_BIAS = (
     "add the expert's own bias, bias[ids] for each row, once and before the routing weights; nothing else"
 )
-UNREAD = "let nothing outside of the block read what is between its steps: return only the block's output"
+UNREAD = "let nothing outside of the block read its intermediate results: return only the block's output"
 SUM_CHOICES = (
     "put a token's k rows one after the other, x.repeat_interleave(k, 0) for ids.flatten(), and sum these k "
     "rows in all columns: rows.view(T, k, H).sum(1)"
@@ -122,7 +122,7 @@ PUT_ROWS = (
     "torch.zeros_like(x).index_add_(0, token, y)"
 )
 PUT_BACK = (
-    "add an expert's rows where they were taken: token, slot = torch.where(ids == e); "
+    "add an expert's rows to the tokens that they were taken from: token, slot = torch.where(ids == e); "
     "out.index_add_(0, token, expert(x[token]) * weights[token, slot, None])"
 )
 SAME_TOKENS = (
@@ -191,7 +191,7 @@ CONDITION = (
     "expert's. What differs among experts can be looked up by id: limit[ids]"
 )
 CAPACITY = (
-    "say by a mask which rows an expert keeps: hot = F.one_hot(ids.flatten(), E); kept = (hot * "
+    "make a mask of the rows that an expert keeps: hot = F.one_hot(ids.flatten(), E); kept = (hot * "
     "(hot.cumsum(0) <= capacity)).view(*ids.shape, E); token, slot = torch.where(kept[..., e])"
 )
 OWN_COLUMN = (
@@ -288,7 +288,7 @@ MERGE = (
     "model.merge_and_unload(), or model.merge_adapter(), which can be undone"
 )
 INDEX_OF_ONE = (
-    "take the part by a tensor of one dimension: w.index_select(0, i.view(1)), or for n from there on "
+    "take the part by a tensor of one dimension: w.index_select(0, i.view(1)), or for n elements from i on "
     "w.index_select(0, i + torch.arange(n, device=i.device))"
 )
 PYTHON_NUMBER = (

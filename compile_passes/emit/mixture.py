@@ -203,7 +203,7 @@ class Emitter:
         )  # fmt: skip
 
     def _products(self, rows: _Rows, experts: _Experts, out_dtype: torch.dtype) -> fx.Node:
-        """The two products over (token, choice) rows, in float32 between and after."""
+        """The two products over (token, choice) rows. Their outputs are float32."""
         b, spec = self.common, experts.spec
         k = 1 if self.apart else self.routing.k
         dtype = value(b.x.node).dtype
@@ -273,8 +273,11 @@ class Emitter:
         return self.w.layout(self.common.down.ref.node, *parts)
 
     def _gate_up(self, layout: str) -> tuple[Packed, bool]:
-        """Return the weight of gate and up, and whether their rows alternate: in the order that the
-        layout's kernels read fastest, or else in the parameter's order, or as the activation needs them."""
+        """Return the weight of gate and up, and whether their rows alternate.
+
+        The order of rows is the one that the layout's kernels read fastest. If they have no preference, it is
+        the parameter's order, or the one that the activation needs.
+        """
         experts, site = self.m.parts(lambda b: b.up), self.m.root
         self.activation = self.common.act.name if self.common.gain is None else ""
         names = same_function(self.activation)
@@ -317,7 +320,7 @@ class Emitter:
     def _vectors(
         self, of: Callable[[Branch], tuple[Matrix | None, ...]], interleaved: bool
     ) -> fx.Node | Joined | None:
-        """Biases, or other vectors of the experts: one parameter as it is, or what puts several together."""
+        """Return biases or other vectors of the experts: one parameter, or a recipe that joins several."""
         own = [p is not None for p in of(self.common)]
         if not any(own):
             return None
@@ -364,7 +367,7 @@ class Emitter:
         return found
 
     def _length(self, size: Size) -> Dimension:
-        """A size as an int, or as a node: of the first tensor that has a dimension of this size."""
+        """A size as an int, or as a node that reads it from the first tensor with such a dimension."""
         if (known := static_int(size)) is not None:
             return known
         for node in self.w.gm.graph.nodes:

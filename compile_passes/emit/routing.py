@@ -70,8 +70,8 @@ class Routing:
         return ids
 
     def _united(self, parts: list[fx.Node]) -> fx.Node:
-        """Join several sources of ids to [T, k]. An id that occurred before is replaced by one of no
-        expert."""
+        """Join several sources of ids to [T, k]. A repeated id is replaced by an id that belongs
+        to no expert."""
         call, nobody = self.e.call, self.m.first + self.e.experts
         out = parts[0]
         for ids in parts[1:]:
@@ -131,7 +131,7 @@ class Routing:
         return self.e.call(aten.gather.default, table, 1, inside)
 
     def _support(self) -> Support | None:
-        """The ids outside which some factor is zero, so that the other experts need not run."""
+        """Ids that can have nonzero factors. Some factor is zero for others, whose experts need not run."""
         quiet = bool(self.b.act.name) and not any((*self.b.up_bias, self.b.down_bias))
         for f in (*self.b.factors, *(self.b.scales if quiet else ())):
             if not isinstance(f, Ref):

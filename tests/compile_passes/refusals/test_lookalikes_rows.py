@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 @lookalike(
     "an expert takes only some of the rows that name it, by a slice (`token[:capacity]`)",
-    "say by a mask which rows an expert keeps",
+    "make a mask of the rows that an expert keeps",
 )
 class FirstRowsByASlice(ListStyle):
     capacity = 4
@@ -446,7 +446,7 @@ class Scattered(ListStyle):
         return out
 
 
-@lookalike("fills in rows that its mask did not choose", "where they were taken")
+@lookalike("fills in rows that its mask did not choose", "the tokens that they were taken from")
 class FirstRowsToTheChosenPlaces(Scattered):
     """All rows go in, and the first of them are taken: not those of these tokens."""
 
@@ -454,7 +454,7 @@ class FirstRowsToTheChosenPlaces(Scattered):
         return x
 
 
-@lookalike("fills in rows that its mask did not choose", "where they were taken")
+@lookalike("fills in rows that its mask did not choose", "the tokens that they were taken from")
 class PutWhereAnotherIsChosen(Scattered):
     def places(self, ids, e, x):
         return (ids >= e).any(-1, keepdim=True)
@@ -463,13 +463,13 @@ class PutWhereAnotherIsChosen(Scattered):
         return torch.cat([x.masked_select(chosen).view(-1, self.H), x])
 
 
-@lookalike("a mask of elements, not of whole rows", "where they were taken")
+@lookalike("a mask of elements, not of whole rows", "the tokens that they were taken from")
 class PutInSomeColumns(Scattered):
     def places(self, ids, e, x):
         return self.chosen(ids, e) & (torch.arange(self.H) % 2 == 0)
 
 
-@lookalike("fills in rows that its mask did not choose", "where they were taken")
+@lookalike("fills in rows that its mask did not choose", "the tokens that they were taken from")
 class SelectedElements(Scattered):
     """Every second element of all rows, and then all rows, so that there are enough."""
 
