@@ -76,6 +76,7 @@ def test_the_captured_graph_runs_and_a_warning_says_so_once(broken, kind):
     assert all("7, 7" in f.not_compiled for f in recorder.frames)
 
 
+@pytest.mark.more
 def test_through_inductor_itself(broken):
     model = Rows("grouped_mm")
     with pytest.warns(UserWarning, match=WARNING):

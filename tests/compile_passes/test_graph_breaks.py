@@ -108,7 +108,7 @@ def calls(model: nn.Module, *others: nn.Module) -> Iterator[tuple[torch.Tensor, 
             yield tuple(m(ids, use_cache=False).logits for m in (model, *others))
 
 
-@pytest.mark.parametrize("family", [drawn, *map(more, FAMILIES)])
+@pytest.mark.parametrize("family", [more(drawn), *map(more, FAMILIES)])
 def test_breaks_beside_experts(family):
     family = family(FAMILIES) if callable(family) else family
     model, recorder = tiny(family), Recorder(activation="bf16")

@@ -160,6 +160,7 @@ def test_layers_that_are_checkpointed(reentrant):
     assert recorder.ops == ["fp4::moe"], recorder.reasons
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("how", ["guards", "reset"])
 def test_a_hook_that_is_registered_later(how):
     """docs/troubleshooting.md names these two ways; torch leaves guards on hooks out."""

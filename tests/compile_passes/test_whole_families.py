@@ -59,6 +59,7 @@ THROUGH_INDUCTOR = (
 )
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.parametrize("family", random.Random(SEED).sample(THROUGH_INDUCTOR, 1))
 def test_a_drawn_family_through_inductor(family):

@@ -8,7 +8,7 @@ import time
 import emulated
 import pytest
 import torch
-from conftest import SEED
+from conftest import SEED, more
 from emulated_nvlink import seed, spaces, together
 
 from fp4_ops.distributed import nvlink, workspace
@@ -85,7 +85,7 @@ def close(got, want, dtype, parts):
     assert error <= 3 * parts * eps * want.norm(), (error, want.norm())
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.more)])
+@pytest.mark.parametrize("ranks", [more(2), 3, more(4)])
 def test_tokens_go_to_experts_and_back(monkeypatch, ranks):
     """Calls of other sizes follow each other on one workspace, with words and flags; ranks out of step."""
     rng = random.Random(SEED)

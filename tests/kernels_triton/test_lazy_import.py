@@ -16,12 +16,16 @@ from fp4_ops.backends import operators
 from fp4_ops.meta.fakes import OPERATORS
 
 
-def loaded_after(code: str) -> set[str]:
-    """The modules of a process that ran the code: those of Triton, and ours over it."""
-    code += "\nimport sys\nprint(*sys.modules)"
+def loaded_after(*steps: str) -> list[set[str]]:
+    """Return the modules that a process has after each step."""
+    code = "\n".join(f"{step}\nimport sys\nprint(*sys.modules)" for step in steps)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
+
+
+def of_triton(modules: set[str]) -> set[str]:
     ours = "fp4_ops.backends.triton."  # what is in it; the package itself says only where it runs
-    return {name for name in done.stdout.split() if name == "triton" or name.startswith(ours)}
+    return {name for name in modules if name == "triton" or name.startswith(ours)}
 
 
 ON_CPU = """
@@ -34,18 +38,17 @@ torch.nn.functional.linear(torch.randn(3, 32), w[0])
 """
 
 
-@pytest.mark.parametrize("code", ["import fp4_ops", ON_CPU], ids=["import", "operators"])
-def test_import_and_the_cpu_load_no_triton(code):
-    assert loaded_after(code) == set()
-
-
 COMPILE = "import torch\ntorch.compile(torch.nn.Linear(2, 2), backend='fp4')(torch.randn(3, 2))"
 
 
-@pytest.mark.parametrize("code", ["import fp4_ops.backend", more(COMPILE)])
-def test_the_backend_loads_no_kernels(code):
-    """Dynamo itself loads Triton where it is installed; ours stays out until a GPU calls."""
-    assert loaded_after(code) <= {"triton"}
+@pytest.mark.parametrize("use", ["import fp4_ops.backend", more(COMPILE)])
+def test_each_step_loads_what_it_needs(use):
+    """Dynamo itself loads Triton where it is installed; our kernels stay out until a GPU calls."""
+    imported, on_cpu, used = loaded_after("import fp4_ops", ON_CPU, use)
+    assert not [name for name in imported if "compile_passes" in name]
+    assert "torch._inductor.compile_fx" not in imported
+    assert of_triton(imported) == of_triton(on_cpu) == set()
+    assert of_triton(used) <= {"triton"}
 
 
 def test_every_operator_is_there_for_a_gpu():

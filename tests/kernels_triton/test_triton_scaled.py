@@ -384,7 +384,7 @@ def test_sm_121_goes_by_the_version(triton_version, monkeypatch):
 
 
 @compiles
-@pytest.mark.parametrize("architecture, format", [(100, "nvfp4"), more(120, "mxfp4"), more(103, "mxfp4")])
+@pytest.mark.parametrize("architecture, format", [more(100, "nvfp4"), more(120, "mxfp4"), more(103, "mxfp4")])
 def test_every_operator_takes_it(architecture, format, monkeypatch):
     kernels = launched(architecture, format, format, monkeypatch)
     assert len(kernels) == 7 and {k.name for k in kernels} == {"scaled_kernel"}

@@ -51,7 +51,7 @@ def agree(got: nn.Module, want: nn.Module) -> None:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "layers", "strict"),
-    [("mixtral", 2, False), more("mixtral", 1, True), more("qwen3_moe", 1, False), ("gpt_oss", 1, True)],
+    [("mixtral", 1, False), more("mixtral", 2, True), more("qwen3_moe", 1, False), ("gpt_oss", 1, True)],
 )
 def test_export_keeps_the_operator_for_any_token_count(family, layers, strict):
     model = prepared(family, layers)

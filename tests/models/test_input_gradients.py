@@ -231,7 +231,9 @@ def train(run: nn.Module, adapters: list[nn.Parameter], ids: torch.Tensor) -> li
     return losses
 
 
-@pytest.mark.parametrize("how", ["eager", "checkpointing", "compile", more("compile_fp4"), more("both")])
+@pytest.mark.parametrize(
+    "how", ["eager", more("checkpointing"), "compile", more("compile_fp4"), more("both")]
+)
 def test_adapters_train_as_on_the_dequantised_model(how):
     torch._dynamo.reset()
     model, twin = twins("mixtral")

@@ -155,6 +155,7 @@ print(sum(weights), max(weights), before - resident(), peak() - high)
 """
 
 
+@pytest.mark.more
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_resident_memory_falls_and_its_peak_is_not_another_model():

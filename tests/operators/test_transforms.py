@@ -195,7 +195,8 @@ class Experts(torch.nn.Module):
         return out
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, more(contextlib.nullcontext)])
+@pytest.mark.more
+@pytest.mark.parametrize("mode", [torch.no_grad, contextlib.nullcontext])
 def test_tangents_are_not_lost_in_a_compiled_model(mode):
     """Also where the graph was compiled before: torch does not guard what a tensor's tangent is."""
     model = Experts()

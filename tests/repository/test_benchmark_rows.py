@@ -488,6 +488,7 @@ def test_the_clock_ticks_once_a_step(monkeypatch, fresh_dynamo):
         assert generation._Decoding._choose is choose
 
 
+@pytest.mark.more
 def test_rows_of_several_gpus(monkeypatch):
     """Over gloo: as many processes as there would be GPUs, which agree with one."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -61,6 +61,7 @@ class NamedThatAreCounted(Given):
         return out / len(named)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("style", [SplitUpToTheirSum, SlicesOfThoseThatHaveRows, NamedThatAreCounted])
 def test_numbers_of_the_data_decide_nothing(style):
     x = torch.randn(6, 32)

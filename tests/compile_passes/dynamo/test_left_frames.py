@@ -143,6 +143,7 @@ class Asked(Loop):
         return out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("given", [{"loads": {}}, {"ready": False}], ids=["breaks", "nothing to do"])
 def test_a_call_with_other_arguments(given):
     module = Asked()

@@ -101,6 +101,7 @@ def test_dynamo_is_as_it_was():
     assert after == before
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_dynamo_is_as_it_was_with_inductor():
     chosen = random.Random(torch.initial_seed()).sample(NAMES, 3)

@@ -77,6 +77,7 @@ def test_a_list_that_is_an_index_is_captured(style):
     assert recorder.ops == ["fp4::moe"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "style", [ListedAndCounted, ListedAndPassedOn, ListedAndReversed, ListedWhatIsIndexed]
 )

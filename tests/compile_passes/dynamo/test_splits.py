@@ -97,6 +97,7 @@ def test_numbers_that_are_not_recognised_still_compile():
                 assert relative_error(compiled(x), module(x)) < 1e-5
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("style", "hint"),
     [(Splits, BRANCH), (SplitsByOtherNumbers, NUMBERS)],

@@ -70,7 +70,7 @@ def check(model: Cached, compiled: nn.Module) -> None:
         assert a.is_contiguous() or not b.is_contiguous()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("use", USES)
 def test_a_tensor_that_is_laid_out_in_another_way(use):
     model, recorder = Cached(use), Recorder(activation="bf16", run=retraced)
@@ -78,6 +78,7 @@ def test_a_tensor_that_is_laid_out_in_another_way(use):
     assert recorder.ops == ["fp4::moe"]
 
 
+@pytest.mark.more
 def test_through_inductor():
     model = Cached("view")
     check(model, torch.compile(model, backend="fp4", fullgraph=True, options={"activation": "bf16"}))

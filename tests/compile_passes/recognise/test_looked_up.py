@@ -65,6 +65,7 @@ class OfTheNextToken(Groups):
         return w * p[torch.arange(p.shape[0]).roll(1), g][:, None]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", [Groups, OfGroupAndExpert, more(ByIndex), more(OfTheNextToken)])
 def test_weights_by_a_group(cls):
     """Whatever shape the tokens have."""

@@ -160,7 +160,8 @@ def slowly(*values: object) -> object:
 @pytest.mark.parametrize(
     ("form", "layers", "experts"),
     [
-        (Plus, 2, 128),
+        (Plus, 1, 128),
+        more(Plus, 2, 128),
         more(Where, 1, 128),
         more(Stack, 2, 128),
         *(slowly(form, 2, 256) for form in (Plus, IndexAdd, IndexPut, Stack)),

@@ -432,7 +432,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", FURTHER)
 def test_what_else_is_refused_is_told_and_helped(name):
     cls, change, reason, told = FURTHER[name]

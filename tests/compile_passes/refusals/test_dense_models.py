@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from conftest import more
 from dense_models import FAMILIES, OWN, build
 from torch._inductor import compile_fx as inductor
 
@@ -34,7 +35,7 @@ def tensors(output: object) -> list[torch.Tensor]:
 
 
 def quick(name: str) -> object:
-    return name if name in QUICK else pytest.param(name, marks=pytest.mark.more)
+    return name if name in QUICK else more(name)
 
 
 @pytest.fixture
@@ -65,6 +66,7 @@ def run(name: str, analysed: list, caplog) -> None:
     assert got and len(got) == len(want) and all(map(torch.equal, got, want))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [quick(name) for name in (*FAMILIES, *OWN)])
 def test_a_dense_model_stays(name, analysed, caplog, monkeypatch):
     monkeypatch.setattr(inductor, "compile_fx", lambda gm, inputs, config_patches=None, **kwargs: gm.forward)
@@ -75,7 +77,7 @@ def test_a_dense_model_stays(name, analysed, caplog, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ensemble (TabM)", "projections of heads (xLSTM)"])
+@pytest.mark.parametrize("name", ["ensemble (TabM)", more("projections of heads (xLSTM)")])
 def test_inductor_computes_the_same_bits(name):
     model, (args, _) = build(name)
     with torch.no_grad():

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import logging
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -120,14 +118,6 @@ def test_the_log_says_what_was_done_and_warns_when_nothing_was(caplog):
         torch.compile(Block("batched_mm").double(), backend=Recorder())(x.double())
     assert [r.levelname for r in caplog.records if r.name == "fp4_ops"] == ["WARNING"]
     assert "torch.float64" in caplog.text
-
-
-def test_importing_fp4_ops_is_light():
-    code = "import fp4_ops, sys; print([m for m in sys.modules if 'compile_passes' in m or m == 'torch._inductor.compile_fx'])"
-    out = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
-    )
-    assert out.stdout.strip() == "[]"
 
 
 # --- golden graphs ---

@@ -235,6 +235,7 @@ class InAGenerator(ListStyle):
         return sum(self.one(e, x, ids, weights) for e in range(self.E))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("style", "line", "change"),
     [

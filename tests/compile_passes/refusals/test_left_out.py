@@ -109,6 +109,7 @@ def test_parameters_with_the_ids_of_dead_ones_that_were_packed(warnings):
     assert len(warnings()) == 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", LEFT_OUT, ids=lambda c: c.__name__)
 def test_an_error_with_strict(make):
     with pytest.raises(
@@ -320,6 +321,7 @@ class OtherPartsLater(nn.Module):
         return self.proj(x) if more else x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [Decoding, DecodingDisabled], ids=lambda c: c.__name__)
 def test_a_later_call_is_told_too(make, warnings):
     module = make()
@@ -331,6 +333,7 @@ def test_a_later_call_is_told_too(make, warnings):
     assert "nothing was rewritten in this call" in told and "graph break: " in told
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [Decoding, DecodingDisabled], ids=lambda c: c.__name__)
 def test_a_later_call_with_strict(make):
     module = make()

@@ -96,6 +96,7 @@ class WeightsInTheOrderOfChoices(ListStyle):
         return out
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", [IdsOfTwoRouters, WeightsOfAnotherMask, WeightsInTheOrderOfChoices])
 def test_weights_that_a_mask_chooses_for_rows_of_its_any(cls):
     """Rewritten or not: it computes what the module does."""

@@ -42,7 +42,8 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "implementation"), [f if f[0] == "mixtral" else more(*f) for f in FORMS])
+@pytest.mark.more
+@pytest.mark.parametrize(("family", "implementation"), FORMS)
 def test_families(monkeypatch, family, implementation):
     copied = family != "deepseek_v3"  # its attention writes to slices of a new tensor
     # A second layer is copied from the first, or has attention of another kind.

@@ -56,6 +56,7 @@ def test_a_part_by_a_tensor_without_dimensions(name):
     assert recorder.ops == ["fp4::moe"] * recorder.compilations, recorder.reasons
 
 
+@pytest.mark.more
 def test_inductor_compiles_it():
     module = of(PARTS["a row"])
     x, t = torch.randn(9, H), torch.tensor(3)
@@ -160,7 +161,7 @@ class OfATask(Scaled):
         return super().experts_of(x, ids, weights) * self.each[task]
 
 
-@pytest.mark.parametrize("cls", [OfOutputs, more(OfWeights), more(OfTheTokens), OfATask])
+@pytest.mark.parametrize("cls", [OfOutputs, more(OfWeights), more(OfTheTokens), more(OfATask)])
 def test_a_number_without_dimensions_scales_all_rows(cls):
     module, recorder = cls(experts=3, hidden=H), Recorder(activation="bf16")
     twin, compiled = module.twin(), torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)

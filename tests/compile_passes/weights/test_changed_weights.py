@@ -91,6 +91,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("make", [a_stack, more(a_list)], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizers_step(name, make):
@@ -192,6 +193,7 @@ WRITES = [
 MODULES = [a_stack, a_list, transposed_stacks]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", MODULES, ids=lambda f: f.__name__)
 def test_writes_past_autograd(make):
     seen(make(), *WRITES)
@@ -403,6 +405,7 @@ def test_weights_that_fsdp_gathers_are_refused_with_words(ranks):
         assert any("prepare" in change for change in changes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_has_no_code_is_named(value):
     block = a_list()

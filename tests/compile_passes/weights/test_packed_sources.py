@@ -119,6 +119,7 @@ OF_LINEAR_LAYERS = ["FP4Tensor, tile16", "NVFP4Tensor, one scale"]
 """Linear layers of these show enough."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("where loop", kind) for kind in TENSORS if kind not in OF_LINEAR_LAYERS]
