@@ -12,7 +12,7 @@ from torch import nn
 
 from ..meta.text import first_line
 from .dialects import Dialect, stored_weights
-from .files import INCOMPLETE, OTHER_MODEL, CheckpointError, TensorInfo
+from .files import INCOMPLETE, OTHER_MODEL, PREFIXED, CheckpointError, TensorInfo
 from .folder import Folder
 
 Header = tuple[str, torch.dtype, tuple[int, ...]]
@@ -52,7 +52,9 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
         place(model, inside, tensors.values())
     except CheckpointError as error:
-        if OTHER_MODEL in str(error) or INCOMPLETE in str(error):  # the family is not to blame
+        if any(
+            advice in str(error) for advice in (OTHER_MODEL, INCOMPLETE, PREFIXED)
+        ):  # the family is not to blame
             raise CheckpointError(f"{error}. Nothing was written") from None
         family = folder.config.get("model_type")
         raise CheckpointError(

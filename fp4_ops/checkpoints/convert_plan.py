@@ -154,9 +154,15 @@ class Plan:
         partner = self.folder.tensors.get(name)
         if partner is None:
             raise CheckpointError(f"fp4: {info} has no {name} beside it. {INCOMPLETE}")
-        if partner.shape != info.shape or partner.dtype != info.dtype:
+        if partner.shape != info.shape:
             raise CheckpointError(
-                f"fp4: {info} and {name} differ in shape or dtype; they must be alike. {DAMAGED}"
+                f"fp4: {info} has shape {list(info.shape)} and {name} {list(partner.shape)}; they must be "
+                f"alike. {DAMAGED}"
+            )
+        if partner.dtype != info.dtype:
+            raise CheckpointError(
+                f"fp4: {info} is {info.dtype} and {name} {partner.dtype}; both are read as one matrix. "
+                "Save the folder in one dtype: from_pretrained(..., dtype=torch.bfloat16).save_pretrained"
             )
         return partner
 

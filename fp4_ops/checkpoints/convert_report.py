@@ -35,10 +35,14 @@ class ConvertReport:
         what = ", ".join(f"{' and '.join(kinds)} in {format}" for format, kinds in counts.items())
         lines = [
             f"{self.out}: {what}, stored as {self.dialect}, {self.files} files{resumed}, "
-            f"{self.bytes_before / 1e9:.3f} -> {self.bytes_after / 1e9:.3f} GB"
+            f"{_size(self.bytes_before)} -> {_size(self.bytes_after)}"
         ]
         if self.unseen:
             lines.append(f"{self.unseen} experts saw no token of the calibration text: quantised without it")
         if self.outside:
             lines.append(f"{self.outside} matrices are no part of the model that runs: quantised without it")
         return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"

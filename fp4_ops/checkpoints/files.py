@@ -62,6 +62,9 @@ class CheckpointError(ValueError):
 
 DAMAGED = "The file is damaged or not complete: fetch or export it again"
 OTHER_MODEL = "config.json describes another model than the files: take the one that was written with them"
+PREFIXED = (
+    "Save the model itself, not a wrapper around it (DataParallel, torch.compile), or rename the tensors"
+)
 INCOMPLETE = "Fetch or export the folder again, with all its files"
 """Advice at the end of an error message."""
 

@@ -142,6 +142,13 @@ def _kind(value: object) -> str:
 def _inside(path: Path, name: str, where: Path) -> Path:
     """Returns a file of the folder by its name. Raises CheckpointError for a name that leads out of the
     folder."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    if Path(name).is_absolute():
+        if (inside := Path(os.path.relpath(name, path))).parts[0] != "..":
+            return path / inside
+        raise CheckpointError(
+            f"fp4: {where} names {name}, an absolute path that is not in the folder {path}; names must be "
+            "relative to the folder. If it was moved or copied, write the files' names alone"
+        )
+    if ".." in Path(name).parts:
         raise CheckpointError(f"fp4: {where} names {name}, which leads out of the folder {path}. {DAMAGED}")
     return path / name

@@ -94,6 +94,11 @@ def check_info(info: dict[str, Any], path: object) -> None:
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(key):
             what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
+            if key == "missing_keys" and any("lora_" in name for name in info[key]):
+                what += (
+                    ". They are of the adapter that adapter_config.json describes, which transformers loads "
+                    "with the model. If you do not want it, move adapter_config.json out of the folder"
+                )
             raise CheckpointError(f"fp4: {path}: {what}")
 
 

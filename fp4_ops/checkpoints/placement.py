@@ -23,7 +23,7 @@ from ..experts.find import Form, Plan, Refusal, form_of, is_experts, plan_of
 from ..experts.names import HALVES, MATRICES
 from ..experts.packed import PackedWeight
 from .dialects import StoredWeight
-from .files import INCOMPLETE, OTHER_MODEL, CheckpointError, TensorInfo
+from .files import INCOMPLETE, OTHER_MODEL, PREFIXED, CheckpointError, TensorInfo
 from .shared import shared_experts
 
 _EXPERT = re.compile(r"experts\.(\d+)\.")
@@ -287,11 +287,28 @@ class _Placer:
                 _add(placed, stored, attribute, to)
         else:
             what = f"a {type(module).__name__}" if module is not None else "not in the model"
+            if module is None and (why := self._why_no_place(name)):
+                raise CheckpointError(f"fp4: {stored.packed} has no place in the model: {why}")
             raise CheckpointError(
                 f"fp4: {stored.packed} is in {stored.dialect.format}; its place {to.parameter} is {what}, "
                 "which cannot hold such weights. Leave it in bf16 when you quantise, or give the model class "
                 "that has the place (load_checkpoint's model_or_config)"
             )
+
+    def _why_no_place(self, name: str) -> str:
+        """Says whether the model has fewer layers than the files, or names without the files' prefix."""
+        parts = name.split(".")
+        for i in range(1, len(parts)):
+            owner = self.modules.get(".".join(parts[:i]))
+            if isinstance(owner, nn.ModuleList) and parts[i].isdigit() and int(parts[i]) >= len(owner):
+                return f"{'.'.join(parts[:i])} has only {len(owner)} modules. {OTHER_MODEL}"
+        for i in range(1, len(parts) - 1):
+            tail = ".".join(parts[i:])
+            if self.target(tail).parameter.rpartition(".")[0] in self.modules:
+                return (
+                    f"its name begins with {'.'.join(parts[:i])!r}, and the model's names do not. {PREFIXED}"
+                )
+        return ""
 
     def _no_codes(self, info: TensorInfo) -> None:
         """Raises CheckpointError for codes that the config does not explain. transformers would treat them

@@ -169,6 +169,15 @@ class PackedWeight(nn.Module):
         """Returns packed, block_scale and global_scale."""
         return self.packed, block_scales(self.block_scale, self.format, self.layout), self.global_scale
 
+    def copy_(self, *_: object) -> None:
+        """Raises AttributeError: the codes are no place for 16-bit values."""
+        raise AttributeError(
+            "fp4: the weight is in 4 bits, so values cannot be copied or assigned to it. Give them to "
+            "fp4_ops.update(model, name, tensor) or model.load_state_dict, which quantise them"
+        )
+
+    data = property(fset=copy_)  # nn.Module would take it as an attribute, and nothing would read it
+
     @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in (self.packed, self.block_scale, self.global_scale) if t is not None)
@@ -307,6 +316,11 @@ class PackedWeight(nn.Module):
                     shape, dtype = wanted[0], torch.uint8 if wanted[1].itemsize == 1 else wanted[1]
                     if buffer is None or (buffer.shape, buffer.dtype) != (shape, dtype):
                         self._buffers[name] = self.packed.new_empty(shape, dtype=dtype)
+        if isinstance(own := state_dict.get(prefix + "weight"), Tensor):
+            args[-1].append(
+                f"fp4: {prefix}weight is {own.dtype} and the weight is in 4 bits; load it through the "
+                "experts module or the whole model, or give it to fp4_ops.update(model, name, tensor)"
+            )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _of_another_part(self, state: Tensor) -> str:

@@ -261,7 +261,7 @@ def _take(
     taken: dict[str, list[Target]] = {}
     halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
-        for name, target, values in _given(places, state_dict, prefix, error_msgs):
+        for name, target, values in _given(module, places, state_dict, prefix, error_msgs):
             place = places[target.attribute]
             if isinstance(values, FP4Tensor) and place.holder is module:
                 continue  # torch copies its codes
@@ -298,8 +298,18 @@ def _take(
                 )
 
 
+def _has(module: nn.Module, name: str) -> bool:
+    """Returns whether a module has a parameter, buffer or module with which this name begins."""
+    first = name.partition(".")[0]
+    return any(first in names for names in (module._parameters, module._buffers, module._modules))
+
+
 def _given(
-    places: dict[str, Place], state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
+    module: nn.Module,
+    places: dict[str, Place],
+    state_dict: dict[str, Any],
+    prefix: str,
+    error_msgs: list[str],
 ) -> Iterator[tuple[str, Target, Tensor]]:
     """Yields name, target and values of each key that belongs to a 4-bit weight."""
     for name in [key for key in state_dict if key.startswith(prefix)]:
@@ -307,10 +317,20 @@ def _given(
         target = target_of(places, rest)
         if target is not None and isinstance(values, Tensor):
             yield name, target, values
+        elif target is not None:
+            error_msgs.append(
+                f"fp4: the new values for {name} are a {type(values).__name__}, not a tensor; the weight "
+                "keeps its old values"
+            )
         elif places and NUMBERED.match(rest):
             error_msgs.append(
                 f"fp4: {name} is a tensor of one expert, and no matrix of it that is known here "
                 f"({', '.join(MATRICES)}); the experts are in 4 bits, and keep their old values"
+            )
+        elif places and isinstance(values, Tensor) and values.dim() > 1 and not _has(module, rest):
+            error_msgs.append(
+                f"fp4: {name} is the name of no weight of these experts, which are in 4 bits, and keep their "
+                f"old values. Their weights are {' and '.join(prefix + a for a in places)}"
             )
 
 

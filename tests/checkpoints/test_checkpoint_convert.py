@@ -204,7 +204,14 @@ BAD = {
     "NaN": (lambda t: t[NAME].view(-1)[7].fill_(torch.nan), r"cannot be quantised: .*(NaN|inf)"),
     "infinity": (lambda t: t[NAME].view(-1)[7].fill_(torch.inf), r"cannot be quantised: .*(NaN|inf)"),
     "dtype": (lambda t: t.update({NAME: t[NAME].double()}), r"is torch.float64; it must be bfloat16"),
-    "shape": (lambda t: t.update({NAME: t[NAME][:5].clone()}), r"differ in shape or dtype"),
+    "shape": (
+        lambda t: t.update({NAME: t[NAME][:5].clone()}),
+        r"and .*up_proj.weight \[.*; they must be alike",
+    ),
+    "half dtype": (
+        lambda t: t.update({NAME: t[NAME].half()}),
+        r"is torch.\w+ and .*weight torch.\w+; both are read",
+    ),
     "partner": (lambda t: t.pop(NAME.replace("gate", "up")), r"has no .*experts.2.up_proj.weight beside it"),
     "K": (lambda t: t.update({NAME: torch.ones(96, 8)}), r"has K = 8; nvfp4 files need a multiple of 16"),
 }

@@ -15,10 +15,12 @@ import torch
 from checkpoint_folders import HOW, assert_holds, loaded
 from checkpoint_samples import edit_json, save_tensors, tiny, write_folder
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError, quantize_checkpoint
+from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.integrations.transformers import quantizer as hf
 from fp4_ops.tensor import FP4Tensor
 
@@ -244,6 +246,88 @@ def test_scales_of_another_dtype_say_what_to_do(dtype, tmp_path):
         CheckpointError, match=rf"is {dtype}; it must be float8_e4m3fn, as config.json says {CT}. Take the"
     ):
         fp4_ops.load_checkpoint(None, tmp_path)
+
+
+@HOW
+def test_an_index_with_absolute_paths(how, registered, tmp_path):
+    """They are right until the folder is moved."""
+    path = tmp_path / "first"
+    values = write_folder(path, tiny(), CT)
+    in_shards(path)
+    edit_json(
+        path / INDEX, lambda c: c.update(weight_map={n: str(path / f) for n, f in c["weight_map"].items()})
+    )
+    assert_holds(loaded(path, how), values)
+    path.rename(tmp_path / "moved")
+    with pytest.raises(CheckpointError, match=r"first/model-0.*absolute path.*write the files' names alone"):
+        fp4_ops.load_checkpoint(None, tmp_path / "moved")
+
+
+def renamed(path, change):
+    tensors = load_file(path / "model.safetensors")
+    save_tensors(path, {change(name): t for name, t in tensors.items()})
+
+
+def fp8_attention_that_nobody_mentions(path):
+    tensors = load_file(path / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_tensors(path, tensors | {name + "_scale": torch.ones(1)})
+
+
+PLACES = {
+    "fewer layers": (
+        lambda p: edit_json(p / "config.json", lambda c: c.update(num_hidden_layers=1)),
+        r"no place in the model: model.layers has only 1 modules. config.json describes another model",
+    ),
+    "wrapper": (
+        lambda p: renamed(p, "module.{}".format),
+        r"its name begins with 'module', and .*not a wrapper",
+    ),
+    "fp8 attention": (
+        fp8_attention_that_nobody_mentions,
+        r"q_proj.weight_scale .*q_proj.weight is torch.float8_e4m3fn, and the config does not say",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", PLACES)
+def test_weights_without_a_place_say_why(what, tmp_path):
+    change, words = PLACES[what]
+    write_folder(tmp_path, tiny(), CT)
+    change(tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        fp4_ops.load_checkpoint(None, tmp_path)
+
+
+def test_quantize_names_the_prefix_of_a_wrapper(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    renamed(tmp_path, "module.{}".format)
+    with pytest.raises(
+        CheckpointError, match=r"begins with 'module'.*or rename the tensors. Nothing was written"
+    ):
+        quantize_checkpoint(tmp_path, tmp_path / "out", progress=False)
+
+
+@HOW
+def test_experts_that_the_files_lack_are_an_error(how, registered, tmp_path):
+    """from_pretrained would leave them as drawn at random, and only report them."""
+    write_folder(tmp_path, tiny(), CT)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_tensors(tmp_path, {n: t for n, t in tensors.items() if ".layers.1.mlp.experts." not in n})
+    with pytest.raises(
+        CheckpointError, match=r"no values for model.layers.1.mlp.experts.gate_up_proj and 1 more"
+    ):
+        loaded(tmp_path, how)
+
+
+def test_codes_without_a_quantization_config(tmp_path):
+    write_folder(tmp_path, tiny(), CT)
+    edit_json(tmp_path / "config.json", lambda c: c.pop("quantization_config"))
+    with pytest.raises(
+        CheckpointError, match=r"weight_\w+ .*codes or scales of a quantised weight, but config.json has"
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FP4Config())
 
 
 def test_quantize_blames_the_folder_for_a_weight_of_another_shape(tmp_path):

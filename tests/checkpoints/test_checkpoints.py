@@ -138,7 +138,7 @@ def test_layers_that_no_model_of_the_family_runs_are_left_out(dialect, tmp_path)
     assert_holds(model, values)
     assert list(model.hf_quantizer.report.left) == ["model.layers.61.mlp.experts"]
     save_tensors(tmp_path, tensors | {n.replace(".61.", ".7.", 1): t for n, t in last.items()})
-    with pytest.raises(CheckpointError, match=r"layers\.7\.mlp\.experts.* is not in the model"):
+    with pytest.raises(CheckpointError, match=r"layers\.7\.mlp\.experts.* has no place in the model"):
         fp4_ops.load_checkpoint(None, tmp_path)
 
 
@@ -436,7 +436,7 @@ def test_dialects_are_not_guessed_from_tensors(tmp_path):
     write_folder(tmp_path, tiny(), "modelopt-nvfp4")
     stored = STORED["nvfp4-pack-quantized"]
     edit_json(tmp_path / "config.json", lambda c: c.update(quantization_config=stored))
-    with pytest.raises(CheckpointError, match=r"no nvfp4-pack-quantized codes beside it: they are missing"):
+    with pytest.raises(CheckpointError, match=r"no nvfp4-pack-quantized codes beside it: .* is torch.uint8"):
         fp4_ops.load_checkpoint(None, tmp_path)
 
 

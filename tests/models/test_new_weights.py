@@ -160,6 +160,17 @@ def test_what_does_not_fit_is_refused_by_name():
         assert key in str(error.value)
     with pytest.raises(RuntimeError, match="no matrix of it that is known"):
         old.load_state_dict({f"{name}.0.middle.weight": torch.ones(2, 2)}, strict=False)
+    with pytest.raises(RuntimeError, match=f"name of no weight of these experts.*{name}.down_proj"):
+        old.load_state_dict({f"{name}.w13_weight": torch.ones(2, 2)}, strict=False)
+    for odd in (nan.numpy(), list(nan)):
+        with pytest.raises(RuntimeError, match=r"a (ndarray|list), not a tensor"):
+            old.load_state_dict({f"{name}.gate_up_proj": odd}, strict=False)
+    with pytest.raises(AttributeError, match=r"fp4_ops.update\(model, name, tensor\)"):
+        module.gate_up_proj.data = nan
+    with pytest.raises(AttributeError, match=r"fp4_ops.update\(model, name, tensor\)"):
+        module.gate_up_proj.copy_(nan)
+    with pytest.raises(RuntimeError, match="the weight is in 4 bits; load it through"):
+        module.gate_up_proj.load_state_dict({"weight": nan}, strict=False)
     with pytest.raises(ValueError, match=f"no weight .*names like it are .*{name}.gate_up_proj"):
         fp4_ops.update(old, f"{name}.gate_up_projs", nan)
     state = {n: t for n, t in before.items() if not n.startswith(f"{name}.gate_up_proj")}

@@ -296,9 +296,15 @@ def stored_weights(tensors: dict[str, TensorInfo], dialects: Iterable[Dialect]) 
             suffix = next((s for s in scales if info.name.endswith(s)), None)
             if suffix and info.name not in taken:
                 codes = tensors.get(info.name.removesuffix(suffix) + dialect.packed)
-                why = f"{codes.name} is {codes.dtype}" if codes else "they are missing"
+                codes = codes or tensors.get(info.name.removesuffix(suffix) + ".weight")
+                if codes is None:
+                    raise CheckpointError(
+                        f"fp4: {info} has no {dialect.name} codes beside it: they are missing. {INCOMPLETE}"
+                    )
                 raise CheckpointError(
-                    f"fp4: {info} has no {dialect.name} codes beside it: {why}. {INCOMPLETE}"
+                    f"fp4: {info} has no {dialect.name} codes beside it: {codes.name} is {codes.dtype}, and "
+                    "the config does not say what that means. Take the config that the tool wrote beside "
+                    "these files"
                 )
     return found
 

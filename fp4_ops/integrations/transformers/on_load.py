@@ -56,8 +56,8 @@ def check_read(model: nn.Module, files: Iterable[str]) -> None:
         return
     more = f" and {len(missing) - 1} more expert weights" * (len(missing) > 1)
     raise CheckpointError(
-        f"fp4: the folder has no values for {missing[0]}{more}: no key of its files fits, and experts drawn "
-        f"at random are not quantised. {_prefix(missing[0], files)}"
+        f"fp4: the folder has no values for {missing[0]}{more}: no key of its files fits, and they would "
+        f"stay as drawn at random. {_prefix(missing[0], files)}"
     )
 
 
@@ -65,7 +65,8 @@ def _prefix(parameter: str, files: Iterable[str]) -> str:
     """Says how the files name the layer's experts, and how to load them by these names."""
     owner = parameter.rpartition(".")[0]
     files = [file for file in files if file.endswith(".safetensors")]
-    keys = [name for name in Folder.of_files(files).tensors if "expert" in name] if files else []
+    infos = Folder.of_files(files).tensors if files else {}
+    keys = [name for name in infos if "expert" in name]
     parts = owner.split(".")
     for start in range(len(parts)):
         tail = ".".join(parts[start:])
@@ -75,6 +76,13 @@ def _prefix(parameter: str, files: Iterable[str]) -> str:
         own, theirs = owner.removesuffix(tail), f".{key}".partition(f".{tail}.")[0]
         theirs = f"{theirs}.".removeprefix(".")
         if own == theirs:
+            beside = [infos[k] for k in keys if k.startswith(f"{owner}.")]
+            if codes := next((info for info in beside if info.dtype.itemsize == 1), None):
+                return (
+                    f"The files have {codes}, codes or scales of a quantised weight, but config.json has no "
+                    "quantization_config that says what they mean. Take the config.json that was written "
+                    "with these files"
+                )
             return f"The files have {key} and the like, but not all of them. Get the whole folder"
         old = theirs.replace(".", r"\.")
         return (

@@ -219,6 +219,8 @@ class FP4HfQuantizer(HfQuantizer):
         if self.stored is None:
             self._pack_experts(model)
             return model
+        if config.gguf is None:
+            check_read(model, self._files)
         divide(model, self._placement, self._kinds, config.ep_group)
         _cast(model, self._dtypes)
         if config.device is not None:
