@@ -38,7 +38,7 @@ from transformers import (
 )
 
 import fp4_ops
-from fp4_ops import generation
+from fp4_ops.integrations.transformers import generation
 from fp4_ops.models.outside_experts import kind_of
 
 PROMPT, STEPS, SKIP = 32, 72, 16

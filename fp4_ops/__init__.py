@@ -38,7 +38,7 @@ __all__ = [
 # Loaded on first use: the compile passes, and modules that import transformers.
 _LAZY = {
     "explain": ".compile_passes.explain",
-    "decoding_loop": ".generation",
+    "decoding_loop": ".integrations.transformers.generation",
     "load_checkpoint": ".integrations.transformers.load_model",
     "packed_as_parameters": ".models.sharding",
     "refresh": ".compile_passes.weights.packed",

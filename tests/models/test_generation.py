@@ -15,7 +15,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation.streamers import BaseStreamer
 
 import fp4_ops
-from fp4_ops import generation, step_graph
+from fp4_ops.integrations.transformers import generation, step_graph
 
 NEW = 7
 FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "olmoe")

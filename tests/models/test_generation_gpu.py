@@ -8,7 +8,8 @@ import transformers
 from moe_models import tokens
 from test_generation import CASES, Streamer, both, prepared
 
-from fp4_ops import decoding_loop, step_graph
+from fp4_ops import decoding_loop
+from fp4_ops.integrations.transformers import step_graph
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 

@@ -20,7 +20,7 @@ from development import development
 from moe_models import build, tokens
 
 import fp4_ops
-from fp4_ops import generation
+from fp4_ops.integrations.transformers import generation
 from fp4_ops.runtime import native
 
 pytestmark = pytest.mark.skipif(not FOLDER.exists(), reason="a source distribution has no benchmarks/")

@@ -42,17 +42,18 @@ from ...checkpoints.gguf import experts_of as gguf_experts
 from ...checkpoints.load import LoadReport, detach_places, fill
 from ...checkpoints.placement import Placement, place
 from ...checkpoints.ranks import announce, divide, kinds_of
-from ...checkpoints.save import state_dict_for_saving
 from ...checkpoints.shared import shared_experts
 from ...checkpoints.source import four_bit_weights
 from ...experts.find import WHOLE_EXPERTS
 from ...meta.checks import FLOATING_OR_DOUBLE
 from ...meta.formats import FORMATS, check_activation_choice
-from ...models import expert_parallel
 from ...models.arriving import ArrivingExperts
+from ...models.expert_parallel import connect_model
 from ...models.outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
 from ...models.pack_experts import pack_experts
+from . import expert_parallel
 from .on_load import PackOnLoad, check_read, shared_names
+from .save import state_dict_for_saving
 from .shards import any_index, read_any_index
 
 METHOD = "fp4"
@@ -235,7 +236,7 @@ class FP4HfQuantizer(HfQuantizer):
             device_of=_device_of(model),
             batch_invariant=config.batch_invariant,
         )
-        expert_parallel.connect_model(model, model.dtype)
+        connect_model(model, model.dtype)
         return model
 
     def _pack_experts(self, model: Any) -> None:

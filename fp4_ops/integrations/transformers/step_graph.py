@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .meta.torch_internals import graphs_compiled
+from ...meta.torch_internals import graphs_compiled
 
 _WITHOUT = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 """Modes of torch.compile that use CUDA graphs, each with the same mode without them."""

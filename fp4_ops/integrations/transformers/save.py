@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..experts.names import HALVES
-from ..experts.packed import PackedWeight
-from ..tensor import FP4Tensor
-from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
-from .placement import Target, rules
-from .shared import shared_by_class
+from ...checkpoints.dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
+from ...checkpoints.placement import Target, rules
+from ...checkpoints.shared import shared_by_class
+from ...experts.names import HALVES
+from ...experts.packed import PackedWeight
+from ...tensor import FP4Tensor
 
 
 def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
