@@ -221,7 +221,7 @@ def _check_lists(
     for name, modules in lists.items():
         for weight_name, linear in linears(name, modules):
             if linear.weight.is_meta:
-                raise ValueError(f"fp4: {weight_name} is on the meta device; load the weights before prepare")
+                raise ValueError(f"fp4: {weight_name} {_not_loaded(linear)}")
             if not linear.weight.isfinite().all():
                 raise ValueError(
                     f"fp4: {weight_name} holds NaN or infinity, which have no 4-bit code. Correct it "
@@ -265,10 +265,19 @@ def _check_weights(name: str, module: nn.Module, p: Plan, format: str) -> None:
     for attribute in (p.form.gate_up, p.form.down):
         weight = getattr(module, attribute)
         if weight.is_meta:
-            raise ValueError(
-                f"fp4: {name}.{attribute} is on the meta device; load the weights before prepare"
-            )
+            raise ValueError(f"fp4: {name}.{attribute} {_not_loaded(module)}")
         check_finite(f"{name}.{attribute}", weight.detach())
+
+
+def _not_loaded(module: nn.Module) -> str:
+    """Says why a weight is on the meta device, and what to do."""
+    if not hasattr(module, "_hf_hook"):
+        return "is on the meta device; load the weights before prepare"
+    return (
+        "is on the meta device, because accelerate offloads its module (device_map). For experts that exceed "
+        "the GPU load the model without a device_map, then call prepare with gpu_memory='20GiB', or as much "
+        "as you like: it moves all but the experts to the GPU"
+    )
 
 
 def check_finite(name: str, weight: Tensor) -> None:

@@ -89,3 +89,11 @@ def test_from_the_cpu_to_a_gpu(where):
             module.set_layout("plain")
     got = logits(accelerate.cpu_offload(model, torch.device("cuda"), offload_buffers=True), ids.cuda())
     assert ((got.double() - want.double()).norm() / want.double().norm()).item() < 2e-2
+
+
+def test_prepare_after_offloading_says_what_to_type():
+    """accelerate leaves the weights of offloaded experts on the meta device."""
+    model = build("qwen3_moe", torch.float32, "grouped_mm")
+    accelerate.cpu_offload(model, CPU)
+    with pytest.raises(ValueError, match=r"gate_up_proj is on the meta device, .*gpu_memory='20GiB'"):
+        fp4_ops.prepare(model, "nvfp4")

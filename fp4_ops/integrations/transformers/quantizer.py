@@ -145,6 +145,7 @@ class FP4HfQuantizer(HfQuantizer):
         return self.quantization_config.stored if self.pre_quantized else None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        _check_device_map(device_map)
         if self.quantization_config.gguf is not None:
             check_target(self.quantization_config.requantize)
         elif self.stored is not None:
@@ -346,12 +347,7 @@ def _check_sizes(model: Any, ep_group: str | None) -> None:
 def _device_of(model: nn.Module) -> Any:
     """Returns a function from a module's name to the device that transformers gave it."""
     devices: dict[str, Any] = getattr(model, "hf_device_map", None) or {}
-    kinds = {str(d) for d in devices.values()}
-    if "disk" in kinds or ("cpu" in kinds and len(kinds) > 1):
-        raise ValueError(
-            "fp4: 4-bit weights cannot be offloaded to the CPU or to disk while they are loaded; change the "
-            "device_map, or load without one and call accelerate.dispatch_model(..., offload_buffers=True)"
-        )
+    _check_device_map(devices)
     only = next(iter(model.parameters())).device
 
     def device_of(name: str) -> torch.device:
@@ -360,6 +356,24 @@ def _device_of(model: nn.Module) -> Any:
         return torch.device(devices[name]) if name in devices else only
 
     return device_of
+
+
+def _check_device_map(devices: Any) -> None:
+    """Raises ValueError if a device_map offloads modules to the CPU or to disk."""
+    if not isinstance(devices, dict):
+        return  # a name such as "auto": checked once transformers has chosen the devices
+    kinds = {str(device) for device in devices.values()}
+    offloads = "disk" if "disk" in kinds else "cpu" if len(kinds) > 1 else ""
+    for name, device in devices.items():
+        if str(device) == offloads:
+            raise ValueError(
+                f"fp4: device_map puts {name or 'the model'} on {offloads!r}, and weights in 4 bits "
+                "cannot be offloaded while they are loaded. For experts that exceed the GPU leave out "
+                "device_map: fp4_ops.load_checkpoint(None, FOLDER, gpu_memory='20GiB') loads a folder in 4 "
+                "bits, and fp4_ops.prepare(model, gpu_memory='20GiB') packs a model that was loaded in 16 "
+                "bits. For offloading by accelerate load without device_map, and call "
+                "accelerate.dispatch_model(..., offload_buffers=True)"
+            )
 
 
 class _Dispatch:
