@@ -15,6 +15,7 @@ from pathlib import Path
 
 import record
 import report_cells
+import report_slots  # noqa: F401  registers its tables
 import report_tables
 import svg
 

@@ -11,6 +11,10 @@ decode    Steps with another routing each. "recent": picks repeat as those of te
           the experts, and there are slots for one step only, so nothing is there. missed_gb_per_s: bytes
           fetched over the time of the whole step. bound_ratio: the time that the resident block and the
           missed bytes at the link's rate take one after the other, over the time of the step.
+          Before a time is taken, results are compared with the resident block's: eager and in a replayed
+          graph, with other routings and inputs. "difference" is the largest relative one; 0: bit for bit.
+peer      What plain PyTorch does: the experts that a step wants are read back, copied by `.to`, and run by
+          `fp4::moe`; for a prompt the whole layer is copied.
 prefill   ratio_to_link: all experts' bytes at the link's rate, over the time. "empty": the slots hold nothing
           before each call; "kept": they hold what the call before left.
 """
@@ -55,6 +59,8 @@ SHARE = 0.4
 """Share of the experts that have slots."""
 WARM, STEPS = 30, 60
 RUNS = 3
+MOST_DIFFERENCE = 5e-2
+"""Other numbers of experts can choose other kernels, and these fp8 activations or the model's own."""
 
 
 def ms(
@@ -139,36 +145,91 @@ class Layers:
         ids = torch.rand(self.count, tokens, m.experts, device="cuda").topk(m.top_k).indices
         return x, ids, torch.rand(tokens, m.top_k, device="cuda")
 
-    def resident(self, x: Tensor, ids: Tensor, share: Tensor) -> Callable[[], object]:
+    def resident(self, x: Tensor, ids: Tensor, share: Tensor) -> Callable[[], list[Tensor]]:
         """Returns a call of all layers with their experts on the GPU, each its own copy of them."""
         held = [[None if t is None else t.clone() for t in self.weights] for _ in range(self.count)]
 
-        def call() -> None:
-            for i, weights in enumerate(held):
+        def call() -> list[Tensor]:
+            return [
                 torch.ops.fp4.moe(x, ids[i], share, *weights, **self.options)
+                for i, weights in enumerate(held)
+            ]
 
         return call
 
-    def slotted(
-        self, x: Tensor, ids: Tensor, share: Tensor, slots: int
-    ) -> tuple[Callable[[], object], list[ExpertSlots]]:
-        """Returns a call of all layers with so many slots each, and the slots."""
-        caches = [ExpertSlots(self.weights, slots, x.device) for _ in range(self.count)]
+    def copied(self, x: Tensor, ids: Tensor, share: Tensor, whole: bool) -> Callable[[], list[Tensor]]:
+        """Returns a call of two layers whose experts `.to` copies from pinned memory. whole: all of them."""
+        pinned = [[None if t is None else t.cpu().pin_memory() for t in self.weights] for _ in range(2)]
 
-        def call() -> None:
-            for i, (host, cache) in enumerate(zip(self.hosts, caches)):
+        def layer(weights: list[Tensor | None], chosen: Tensor) -> Tensor:
+            if not whole:
+                experts, chosen = chosen.unique(return_inverse=True)
+                picks = experts.tolist()
+                weights = [None if t is None else [t[e].to(x.device, non_blocking=True) for e in picks]
+                           for t in weights]  # fmt: skip
+                there = [None if t is None else torch.stack(t) for t in weights]
+            else:
+                there = [None if t is None else t.to(x.device, non_blocking=True) for t in weights]
+            return torch.ops.fp4.moe(x, chosen, share, *there, **self.options)
+
+        return lambda: [layer(weights, ids[i]) for i, weights in enumerate(pinned)]
+
+    def scratch(self, x: Tensor, ids: Tensor, share: Tensor, slots: int) -> int:
+        """Returns the most bytes that a layer takes beside its slots, with its result."""
+        call, _ = self.slotted(x, ids, share, slots, count=1)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def difference(self, x: Tensor, share: Tensor, slots: int, kinds: tuple[str, ...]) -> float:
+        """Returns the largest relative difference from the resident block. Raises AssertionError if it is
+        more than that of other kernels."""
+        x, tokens = torch.empty_like(x), len(x)
+        made = [routing(2, tokens, self.model, kind) for kind in kinds for _ in range(2)]
+        ids = made[0][:2].to(x.device).clone()
+        call, _ = self.slotted(x.normal_(), ids, share, slots, count=2)
+        replay, outs = graph_of(call)
+        largest = 0.0
+        for picks in made:
+            ids.copy_(picks)
+            x.normal_()
+            want = [torch.ops.fp4.moe(x, each, share, *self.weights, **self.options) for each in ids]
+            eager = [out.clone() for out in call()]
+            replay()
+            for got in (eager, outs):
+                for a, b in zip(got, want):
+                    if not torch.equal(a, b):
+                        error = (a.float() - b.float()).norm() / b.float().norm()
+                        largest = max(largest, float(error.nan_to_num(torch.inf)))
+        assert largest < MOST_DIFFERENCE, f"results differ by {largest:.2e} from those of the resident block"
+        return largest
+
+    def slotted(
+        self, x: Tensor, ids: Tensor, share: Tensor, slots: int, count: int | None = None
+    ) -> tuple[Callable[[], list[Tensor]], list[ExpertSlots]]:
+        """Returns a call of `count` layers (None: all) with so many slots each, and the slots."""
+        caches = [ExpertSlots(self.weights, slots, x.device) for _ in range(count or self.count)]
+
+        def call() -> list[Tensor]:
+            return [
                 torch.ops.fp4.moe_slots(x, ids[i], share, *host, cache.slots, cache.state, **self.options)
+                for i, (host, cache) in enumerate(zip(self.hosts, caches))
+            ]
 
         return call, caches
 
 
-def graph_of(call: Callable[[], object]) -> Callable[[], object]:
+def graph_of(call: Callable[[], list[Tensor]]) -> tuple[Callable[[], object], list[Tensor]]:
+    """Returns the replay of a call as a CUDA graph, and its outputs."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        outs = call()
+    return graph.replay, outs
 
 
 def counters(caches: list[ExpertSlots]) -> tuple[int, int]:
@@ -202,14 +263,15 @@ def link(layers: Layers, rate: float) -> Iterator[record.Row]:
 def decode(layers: Layers, tokens: int, rate: float) -> Iterator[record.Row]:
     model = layers.model
     x, ids, share = layers.inputs(tokens)
-    resident = graph_of(layers.resident(x, ids, share))
+    resident, _ = graph_of(layers.resident(x, ids, share))
     resident_us = ms(resident, calls=20) * 1e3 / layers.count
     del resident
     torch.cuda.empty_cache()
     least = min(model.experts // 4, tokens * model.top_k)
     for slots, kinds in ((int(SHARE * model.experts), ("same", "recent", "uniform")), (least, ("new",))):
+        difference = layers.difference(x, share, slots, kinds)
         call, caches = layers.slotted(x, ids, share, slots)
-        replay = graph_of(call)
+        replay, _ = graph_of(call)
         for kind in kinds:
             steps = 1 if kind == "same" else WARM + STEPS
             made = [routing(steps, tokens, model, kind) for _ in range(layers.count)]
@@ -232,7 +294,7 @@ def decode(layers: Layers, tokens: int, rate: float) -> Iterator[record.Row]:
                 "hit_ratio": 1 - fetched / max(wanted, 1), "resident_us": resident_us, "us": us,
                 "speed_ratio": resident_us / us, "missed_gb_per_s": missed / us / 1e3,
                 "ratio_to_link": missed / us * 1e6 / rate,
-                "bound_ratio": (resident_us + missed / rate * 1e6) / us,
+                "bound_ratio": (resident_us + missed / rate * 1e6) / us, "difference": difference,
             }  # fmt: skip
         del call, replay, caches
         torch.cuda.empty_cache()
@@ -247,10 +309,9 @@ def prefill(layers: Layers, tokens: int, rate: float) -> Iterator[record.Row]:
     resident_ms = ms(one)
     for share_of in (SHARE, 0.2):
         slots = int(share_of * model.experts)
+        difference = layers.difference(x, share, slots, ("uniform",))
+        scratch_gb = layers.scratch(x, ids, share, slots) / 1e9
         call, caches = layers.slotted(x, ids, share, slots)
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
 
         def reset(caches: list[ExpertSlots] = caches) -> None:
             for cache in caches:
@@ -262,10 +323,23 @@ def prefill(layers: Layers, tokens: int, rate: float) -> Iterator[record.Row]:
                 "table": "prefill", "model": model.name, "tokens": tokens, "slots": slots, "begin": begin,
                 "resident_ms": resident_ms, "ms": took, "at_link_ms": at_link_ms,
                 "ratio_to_link": at_link_ms / took,
-                "scratch_gb": (torch.cuda.max_memory_allocated() - before) / 1e9,
+                "difference": difference, "scratch_gb": scratch_gb,
             }  # fmt: skip
         del call, caches
         torch.cuda.empty_cache()
+
+
+def peer(layers: Layers) -> Iterator[record.Row]:
+    model = layers.model
+    for tokens in (1, 8, 2048):
+        x, ids, share = layers.inputs(tokens)
+        call = layers.copied(x, ids, share, whole=tokens > 8)
+        want = [torch.ops.fp4.moe(x, each, share, *layers.weights, **layers.options) for each in ids[:2]]
+        for got, right in zip(call(), want):
+            error = float(((got.float() - right.float()).norm() / right.float().norm()).nan_to_num(torch.inf))
+            assert error < MOST_DIFFERENCE, error
+        took = ms(call, runs=10 if tokens <= 8 else RUNS) / 2
+        yield {"table": "peer", "model": model.name, "tokens": tokens, "us": took * 1e3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -285,6 +359,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                 yield from decode(layers, batch, rate)
             for tokens in map(int, args.tokens.split(",")):
                 yield from prefill(layers, tokens, rate)
+            yield from peer(layers)
             del layers
             torch.cuda.empty_cache()
 

@@ -6,14 +6,18 @@ A Qwen3-MoE with 30B-A3B's layer shapes and random weights in nvfp4: first all o
 budget in which 40 % of the experts have slots. `generate` runs with a static cache and `decoding_loop`, which
 captures a step as a CUDA graph.
 
+budget    `generate` with a long prompt and one token after it, in parts where the plan says so: what is
+          allocated before, and the allocator's peak beside the budget.
+prefill   ms of a forward pass.
 generate  ms of a step; the share of the tokens that are those of the model on the GPU; graphs that Dynamo
-          compiled; the growth of the allocator's memory from the second call to the third.
-prefill   ms of a forward pass, and the allocator's peak beside the budget.
+          compiled in the first call and later; the growth of the allocator's memory from the first call of
+          all steps to the last of --repeats.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +29,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import fp4_ops
 from fp4_ops.models.expert_slots import ExpertSlots, place_experts
-from fp4_ops.models.memory_plan import plan_memory
+from fp4_ops.models.memory_plan import RESERVE_LEAST, RESERVE_SHARE, plan_memory
 
 SHARE = 0.4
 CONFIG: dict[str, Any] = {
@@ -48,9 +52,10 @@ def new_model(layers: int) -> Any:
 
 
 def budget_for(model: Any) -> int:
-    """Returns a budget in which the reserve is a tenth and slots are for SHARE of the experts."""
+    """Returns a budget in which slots are for SHARE of the experts."""
     plan = plan_memory(model, 2**50)
-    return int((plan.dense_bytes + (SHARE + 0.002) * plan.expert_bytes) * 10 / 9)
+    held = plan.dense_bytes + (SHARE + 0.002) * plan.expert_bytes
+    return int(max(held * RESERVE_SHARE / (RESERVE_SHARE - 1), held + RESERVE_LEAST))
 
 
 def generated(model: Any, ids: torch.Tensor, steps: int) -> torch.Tensor:
@@ -60,16 +65,15 @@ def generated(model: Any, ids: torch.Tensor, steps: int) -> torch.Tensor:
     )[:, ids.shape[1] :]  # fmt: skip
 
 
-def generate(model: Any, ids: torch.Tensor, steps: int) -> tuple[torch.Tensor, dict[str, Any]]:
+def generate(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> tuple[torch.Tensor, dict[str, Any]]:
     """Returns the tokens of a call, and what it took."""
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
-    generated(model, ids, 8)
+    tokens = generated(model, ids, steps)  # the cache of later calls is as long
     compiled = stats["unique_graphs"] - before
     held = torch.cuda.memory_allocated()
     short = ms(lambda: generated(model, ids, 8))
-    tokens = generated(model, ids, steps)
-    took = ms(lambda: generated(model, ids, steps), runs=1)
+    took = ms(lambda: generated(model, ids, steps), runs=repeats)
     return tokens, {
         "ms": (took - short) / (steps - 8), "compiled": compiled,
         "compiled_later": stats["unique_graphs"] - before - compiled,
@@ -90,28 +94,59 @@ def counted(model: Any, call: Callable[[], Any]) -> tuple[Any, float | None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--steps", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=4)
+    parser.add_argument("--tables", default="budget,prefill,generate")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--tokens", default="2048,8192")
 
 
+def clean() -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def budget_rows(layers: int, lengths: list[int]) -> Iterator[record.Row]:
+    model = new_model(layers)
+    budget = budget_for(model)
+    plan = place_experts(model, budget)
+    print(plan)
+    clean()
+    for tokens in lengths:
+        text = torch.randint(1, CONFIG["vocab_size"], (1, tokens), device="cuda")
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run = functools.partial(model.generate, text, max_new_tokens=1, do_sample=False)
+        took = ms(run, runs=1)
+        yield {
+            "table": "budget", "tokens": tokens, "at_once": plan.prompt_tokens, "ms": took,
+            "held_gb": held / 1e9, "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
+            "budget_gb": budget / 1e9,
+        }  # fmt: skip
+
+
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
+    tables, lengths = args.tables.split(","), [int(n) for n in args.tokens.split(",")]
     with torch.no_grad():
+        if "budget" in tables:
+            yield from budget_rows(args.layers, lengths)
+            clean()
+        if tables == ["budget"]:
+            return
         model = new_model(args.layers)
         vocabulary = CONFIG["vocab_size"]
-        batches = [int(b) for b in args.batches.split(",")]
+        batches = [int(b) for b in args.batches.split(",") if b]
         prompts = {b: torch.randint(1, vocabulary, (b, PROMPT), device="cuda") for b in batches}
-        texts = [torch.randint(1, vocabulary, (1, int(n)), device="cuda") for n in args.tokens.split(",")]
+        texts = [torch.randint(1, vocabulary, (1, int(n)), device="cuda") for n in lengths]
         want = {}
         for where in ("GPU", "slots"):
             budget = None
             if where == "slots":
                 budget = budget_for(model)
                 print(place_experts(model, budget))
-                torch._dynamo.reset()
-                gc.collect()
-                torch.cuda.empty_cache()
+                clean()
             torch.cuda.reset_peak_memory_stats()
-            for text in texts:
+            for text in texts if "prefill" in tables else ():
                 run = lambda: model(text, use_cache=False, logits_to_keep=1)  # noqa: E731, B023
                 took, hit = counted(model, lambda: ms(run))  # noqa: B023
                 yield {
@@ -119,8 +154,8 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                     "hit_ratio": hit, "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
                     "budget_gb": budget and budget / 1e9,
                 }  # fmt: skip
-            for batch, ids in prompts.items():
-                (tokens, row), hit = counted(model, lambda: generate(model, ids, args.steps))  # noqa: B023
+            for batch, ids in prompts.items() if "generate" in tables else ():
+                (tokens, row), hit = counted(model, lambda: generate(model, ids, args.steps, args.repeats))  # noqa: B023
                 same = (tokens == want.setdefault(batch, tokens)).float().mean().item()
                 yield {
                     "table": "generate", "experts": where, "batch": batch, "steps": args.steps, **row,

@@ -84,7 +84,11 @@ Kernels load(const std::string& path) {
   find(k.place, "fp4_kernel_place");
   find(k.combine, "fp4_kernel_combine");
   find(k.slots_plan, "fp4_kernel_slots_plan");
+  find(k.slots_plan_halves, "fp4_kernel_slots_plan_halves");
   find(k.slots_fetch, "fp4_kernel_slots_fetch");
+  find(k.slots_collect, "fp4_kernel_slots_collect");
+  find(k.side_fork, "fp4_kernel_side_fork");
+  find(k.side_join, "fp4_kernel_side_join");
   find(k.dequantize, "fp4_kernel_dequantize");
   // Only some families have these.
   const auto look_for = [&]<class F>(F& to, const char* name) {

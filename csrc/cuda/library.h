@@ -6,6 +6,7 @@
 
 #include "cuda/gpu.h"
 #include "device/linears.h"
+#include "device/slots.h"
 #include "device/top_experts.h"
 
 namespace fp4::cuda {
@@ -25,7 +26,11 @@ struct Kernels {
   decltype(&fp4_kernel_place) place;
   decltype(&fp4_kernel_combine) combine;
   decltype(&fp4_kernel_slots_plan) slots_plan;
+  decltype(&fp4_kernel_slots_plan_halves) slots_plan_halves;
   decltype(&fp4_kernel_slots_fetch) slots_fetch;
+  decltype(&fp4_kernel_slots_collect) slots_collect;
+  decltype(&fp4_kernel_side_fork) side_fork;
+  decltype(&fp4_kernel_side_join) side_join;
   decltype(&fp4_kernel_dequantize) dequantize;
   decltype(&fp4_kernel_linears) linears;                          // only in _sm90.so
   decltype(&fp4_kernel_top_experts) top_experts;                  // only in _sm90.so

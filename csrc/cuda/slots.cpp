@@ -19,7 +19,8 @@ struct Plan {
   device::SlotPlan fields;
 };
 
-Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, int64_t slots) {
+// `halves`: each round is two, of half the slots each.
+Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, int64_t slots, bool halves) {
   const int64_t experts = state.numel() - slots - device::kSlotCounters, pairs = topk_ids.numel();
   if (state.scalar_type() != ScalarType::Int || !state.is_contiguous() || experts < 1 || slots < 1)
     fail("state has dtype ", dtype_name(state.scalar_type()), " and ", state.numel(),
@@ -28,7 +29,8 @@ Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, in
   if (std::max(experts, slots) > kMostExperts)
     fail("state has ", experts, " experts and ", slots, " slots; at most ", kMostExperts,
          " of each are possible");
-  const int64_t rounds = std::max<int64_t>(1, ceil_div(std::min(experts, pairs), slots));
+  const int64_t turns = std::max<int64_t>(1, ceil_div(std::min(experts, pairs), slots));
+  const int64_t rounds = halves ? 2 * turns : turns;
   Plan plan{as_contiguous(topk_ids),
             here.empty({rounds, 1 + 2 * slots}, ScalarType::Int),
             here.empty({experts}, ScalarType::Int),
@@ -42,7 +44,8 @@ Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, in
                  .state = mutable_pointer<int>(state),
                  .fetches = mutable_pointer<int>(plan.fetches),
                  .place = mutable_pointer<int>(plan.place)};
-  check_launch(here.kernels().slots_plan(&plan.fields, here.stream()), "fp4_kernel_slots_plan");
+  const auto launch = halves ? here.kernels().slots_plan_halves : here.kernels().slots_plan;
+  check_launch(launch(&plan.fields, here.stream()), "fp4_kernel_slots_plan");
   return plan;
 }
 
@@ -87,13 +90,33 @@ Cache cache_of(const std::vector<Tensor>& host, const Tensor& slots, int64_t exp
   return cache;
 }
 
-// Brings the experts of a round into slots; returns their ids as slots, -1 for those of other rounds.
-Tensor fetch(const Here& here, const Plan& plan, const device::SlotParts& parts, int round, int blocks) {
+// Copies the experts of a round into slots, by so many thread blocks.
+void fetch(const Here& here, const Plan& plan, const device::SlotParts& parts, int round, int blocks,
+           void* stream) {
+  check_launch(here.kernels().slots_fetch(&plan.fields, &parts, round, nullptr, blocks, stream),
+               "fp4_kernel_slots_fetch");
+}
+
+// Returns the ids of a round's experts as slots, -1 for those of other rounds. So many thread blocks copy
+// them to the slots first; 0: they are there.
+Tensor assign(const Here& here, const Plan& plan, const device::SlotParts& parts, int round, int blocks) {
   const Tensor ids = here.empty({plan.ids.size(0), plan.ids.size(1)}, ScalarType::Int);
   check_launch(here.kernels().slots_fetch(&plan.fields, &parts, round, mutable_pointer<int>(ids), blocks,
                                           here.stream()),
                "fp4_kernel_slots_fetch");
   return ids;
+}
+
+// With at least so many rows an expert, what the next round fetches overlaps the product of this one.
+constexpr int64_t kRowsToOverlap = 8;
+// Thread blocks that fetch beside a product. They fill the link, and leave it most multiprocessors.
+constexpr int kBlocksBeside = 16;
+// Rows, one for each (token, slot), that a product gets at once. More tokens are multiplied in parts, so that
+// a long prompt needs little memory; each round still fetches its experts once. models/memory_plan.py has it.
+constexpr int64_t kMostRows = 16384;
+
+Tensor part_of(Tensor t, int64_t first, int64_t count) {
+  return count == t.size(0) ? t : torch::stable::narrow(t, 0, first, count);
 }
 
 Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
@@ -128,52 +151,78 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   OptionalTensor cached[std::size(all)];
   for (size_t i = 0, next = 0; i < std::size(all); ++i)
     if (all[i]) cached[i] = cache.tensors[next++];
-  const auto block = [&](bool combined, const Tensor& ids, std::optional<ScalarType> dtype) {
-    return run_moe(combined, 0, nullptr, x, ids, topk_weights, *cached[0], *cached[1], cached[2], *cached[3],
+  // Runs the block for tokens from `first` on.
+  const auto block = [&](bool combined, const Tensor& ids, int64_t first, std::optional<ScalarType> dtype) {
+    return run_moe(combined, 0, nullptr, part_of(x, first, ids.size(0)), ids,
+                   part_of(topk_weights, first, ids.size(0)), *cached[0], *cached[1], cached[2], *cached[3],
                    *cached[4], cached[5], cached[6], cached[7], format, layout, activation, a_format, dtype);
   };
   const ScalarType dtype = resolve_out_dtype(x, out_dtype);
-  if (topk_ids.numel() == 0) return block(true, topk_ids, dtype).out;
+  if (topk_ids.numel() == 0) return block(true, topk_ids, 0, dtype).out;
   const Here here(state);
   require_kernels("moe_slots", *shape.up.layout, here);
-  const Plan plan = make_plan(here, topk_ids, state, count);
-  if (plan.fields.rounds == 1) return block(true, fetch(here, plan, parts, 0, here.sms()), dtype).out;
+  const bool overlaps = count >= 2 && topk_ids.numel() >= kRowsToOverlap * experts && count < experts;
+  const Plan plan = make_plan(here, topk_ids, state, count, overlaps);
+  const int rounds = plan.fields.rounds;
+  // Parts of equal size, so that one kind of kernel runs all.
+  const int64_t tokens = x.size(0), top_k = topk_ids.size(1);
+  const int64_t most = ceil_div(tokens, ceil_div(topk_ids.numel(), kMostRows));
+  if (rounds == 1) return block(true, assign(here, plan, parts, 0, here.sms()), 0, dtype).out;
 
   // Each row has its expert in one round. So rows are collected and added up at the end, as without rounds.
   std::optional<Tensor> rows, sums;
-  for (int round = 0; round < plan.fields.rounds; ++round) {
-    const Tensor ids = fetch(here, plan, parts, round, here.sms());
-    const Outcome made = block(false, ids, ScalarType::Float);
-    if (!made.rows) {
-      sums =
-          sums ? torch::stable::sum(call("aten::stack", "", std::vector<Tensor>{*sums, made.out}, int64_t(0)),
-                                    std::vector<int64_t>{0})
-               : made.out;
-      continue;
+  const Kernels& kernels = here.kernels();
+  const auto fork = [&] {
+    void* side = nullptr;
+    check_launch(kernels.side_fork(here.stream(), &side), "fp4_kernel_side_fork");
+    return side;
+  };
+  const auto join = [&] { check_launch(kernels.side_join(here.stream()), "fp4_kernel_side_join"); };
+  void* side = nullptr;
+  if (overlaps) fetch(here, plan, parts, 0, kBlocksBeside, side = fork());
+  for (int round = 0; round < rounds; ++round) {
+    if (overlaps) {
+      join();  // this round's experts are there
+      // The next round's slots are free: the products that read them were launched before this round's.
+      if (round + 1 < rounds) {
+        if (round > 0) side = fork();
+        fetch(here, plan, parts, round + 1, kBlocksBeside, side);
+      }
     }
-    Tensor its = made.out;
-    if (made.sorted) {
-      Tensor order = made.sorted->made;
-      const int64_t pairs = topk_ids.numel();
-      its = call("aten::index_select", "", its, int64_t(0),
-                 torch::stable::narrow(order, 0, count + pairs, pairs));
+    const Tensor ids = assign(here, plan, parts, round, overlaps ? 0 : here.sms());
+    for (int64_t first = 0; first < tokens; first += most) {
+      const int64_t count_now = std::min(most, tokens - first);
+      const Tensor its = part_of(ids, first, count_now);
+      const Outcome made = block(false, its, first, ScalarType::Float);
+      if (!made.rows) {
+        sums = sums ? torch::stable::sum(
+                          call("aten::stack", "", std::vector<Tensor>{*sums, made.out}, int64_t(0)),
+                          std::vector<int64_t>{0})
+                    : made.out;
+        continue;
+      }
+      const int64_t width = made.out.size(1);
+      if (!rows) rows = here.empty({topk_ids.numel(), width}, made.out.scalar_type());
+      const Tensor to = part_of(*rows, first * top_k, count_now * top_k);
+      check_launch(kernels.slots_collect(pointer<int>(its), made.sorted ? made.sorted->position() : nullptr,
+                                         pointer(made.out), mutable_pointer<void>(to), int(its.numel()),
+                                         width * int64_t(made.out.element_size()), here.stream()),
+                   "fp4_kernel_slots_collect");
     }
-    const Tensor here_now =  // ~-1 is 0
-        torch::stable::reshape(to_dtype(call("aten::bitwise_not", "", ids), ScalarType::Bool),
-                               std::vector<int64_t>{-1, 1});
-    Tensor none = here.empty({1, 1}, its.scalar_type());
-    rows = call("aten::where", "self", here_now, its, rows ? *rows : torch::stable::zero_(none));
   }
   if (sums) return to_dtype(*sums, dtype);
   const Tensor out = here.empty({x.size(0), shape.down.n}, dtype);
-  combine(here, *rows, nullptr, plan.ids, as_contiguous(topk_weights), w2_bias, int(experts), out);
+  // Each row reads a bias, and the link is slow for so many small reads.
+  const OptionalTensor bias = w2_bias ? OptionalTensor(copy_of(*w2_bias)) : std::nullopt;
+  combine(here, *rows, nullptr, plan.ids, as_contiguous(topk_weights), bias, int(experts), out);
   return out;
 }
 
 // The pieces, for tests and measurements.
 
-std::tuple<Tensor, Tensor> slots_plan(const Tensor& topk_ids, const Tensor& state, int64_t slots) {
-  const Plan plan = make_plan(Here(state), topk_ids, state, slots);
+std::tuple<Tensor, Tensor> slots_plan(const Tensor& topk_ids, const Tensor& state, int64_t slots,
+                                      bool halves) {
+  const Plan plan = make_plan(Here(state), topk_ids, state, slots, halves);
   return {plan.fetches, plan.place};
 }
 
@@ -189,15 +238,15 @@ Tensor slots_fetch(const Tensor& topk_ids, const Tensor& fetches, const Tensor& 
                  .rounds = int(fetches.size(0)),
                  .fetches = mutable_pointer<int>(fetches),
                  .place = mutable_pointer<int>(place)};
-  return fetch(here, plan, cache_of(host, slots, place.numel(), plan.fields.slots).parts, int(round),
-               blocks > 0 ? int(blocks) : here.sms());
+  return assign(here, plan, cache_of(host, slots, place.numel(), plan.fields.slots).parts, int(round),
+                blocks > 0 ? int(blocks) : here.sms());
 }
 
 }  // namespace
 
 #define FP4_FRAGMENT(library, m) STABLE_TORCH_LIBRARY_FRAGMENT(library, m)
 FP4_FRAGMENT(FP4_PARTS_LIBRARY, m) {
-  m.def("slots_plan(Tensor topk_ids, Tensor(a!) state, int slots) -> (Tensor, Tensor)");
+  m.def("slots_plan(Tensor topk_ids, Tensor(a!) state, int slots, bool halves=False) -> (Tensor, Tensor)");
   m.def(
       "slots_fetch(Tensor topk_ids, Tensor fetches, Tensor place, Tensor[] host, Tensor(a!) slots, "
       "int round, int blocks=0) -> Tensor");

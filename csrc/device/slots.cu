@@ -11,12 +11,14 @@
 
 #include "launch.cuh"
 #include "ptx.cuh"
+#include "slots.h"
 
 namespace fp4::device {
 namespace {
 
 constexpr int kMostThreads = 1024;  // of `plan`, which has one for each expert and one for each slot
 constexpr int kWarps = kMostThreads / 32;
+constexpr int kIdsAtOnce = 8;     // loads of a thread under way together
 constexpr uint32_t kEmpty = ~0u;  // the age of a slot without an expert
 
 __device__ __forceinline__ int read_id(const SlotPlan& p, int pair) {
@@ -27,8 +29,9 @@ __device__ __forceinline__ int read_id(const SlotPlan& p, int pair) {
 // The experts that are wanted come in an order: those with a slot first, then the others, each by number. A
 // round takes as many of that order as there are slots. In the first one, experts with a slot keep it and the
 // others get the slots whose experts were used longest ago, empty ones first, of equal age the lower number;
-// in later rounds an expert's place in the order decides.
-__global__ void __launch_bounds__(kMostThreads) plan_kernel(const SlotPlan p) {
+// in later rounds an expert's place in the order decides. With `halves`, each of these is two rounds, of the
+// slots below slots / 2 and of the others.
+__global__ void __launch_bounds__(kMostThreads) plan_kernel(const SlotPlan p, const bool halves) {
   __shared__ int wanted[kMostThreads];    // by expert
   __shared__ uint32_t age[kMostThreads];  // by slot; 0: its expert is wanted
   __shared__ uint8_t occupied[kMostThreads], taken[kMostThreads];
@@ -42,9 +45,16 @@ __global__ void __launch_bounds__(kMostThreads) plan_kernel(const SlotPlan p) {
 
   wanted[tid] = occupied[tid] = taken[tid] = 0;
   __syncthreads();
-  for (int i = tid; i < p.pairs; i += blockDim.x) {
-    const int id = read_id(p, i);
-    if (id >= 0) wanted[id] = 1;
+  for (int first = tid; first < p.pairs; first += kIdsAtOnce * blockDim.x) {
+    int ids[kIdsAtOnce];
+#pragma unroll
+    for (int i = 0; i < kIdsAtOnce; ++i) {
+      const int pair = first + i * int(blockDim.x);
+      ids[i] = pair < p.pairs ? read_id(p, pair) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kIdsAtOnce; ++i)
+      if (ids[i] >= 0) wanted[ids[i]] = 1;
   }
   int slot = tid < p.experts ? slot_of[tid] : -1;
   if (slot < 0 || slot >= p.slots) slot = -1;
@@ -71,7 +81,7 @@ __global__ void __launch_bounds__(kMostThreads) plan_kernel(const SlotPlan p) {
   const int hits = all & 0xFFFF, misses = all >> 16, total = hits + misses;
   const int first_misses = min(misses, p.slots - hits);  // that the first round takes
   const int nth_miss = before >> 16, order = hit ? before & 0xFFFF : hits + nth_miss;
-  const int round = order / p.slots;
+  const int turn = order / p.slots;  // a round, or two if `halves`
   if (hit) age[slot] = 0;
   __syncthreads();
   if (tid < p.slots && age[tid] != 0) {
@@ -82,24 +92,31 @@ __global__ void __launch_bounds__(kMostThreads) plan_kernel(const SlotPlan p) {
   }
   __syncthreads();
 
+  for (int r = tid; r < p.rounds; r += blockDim.x) {
+    int count = r == 0 ? first_misses : max(0, min(p.slots, total - r * p.slots));
+    if (halves) count = 0;  // counted below
+    p.fetches[r * (1 + 2 * p.slots)] = count;
+  }
+  __syncthreads();
   int to = slot;
   if (miss) {
-    to = round == 0 ? victims[nth_miss] : order % p.slots;
-    if (round == 0) taken[to] = 1;
-    int* fetch = p.fetches + round * (1 + 2 * p.slots) + 1;
-    const int at = round == 0 ? nth_miss : order % p.slots;
-    fetch[2 * at] = tid;
-    fetch[2 * at + 1] = to;
+    to = turn == 0 ? victims[nth_miss] : order % p.slots;
+    if (turn == 0) taken[to] = 1;
   }
-  for (int r = tid; r < p.rounds; r += blockDim.x)
-    p.fetches[r * (1 + 2 * p.slots)] = r == 0 ? first_misses : max(0, min(p.slots, total - r * p.slots));
+  const int round = halves ? 2 * turn + int(to >= p.slots / 2) : turn;
+  if (miss) {
+    int* fetch = p.fetches + round * (1 + 2 * p.slots);
+    const int at = halves ? atomicAdd(fetch, 1) : turn == 0 ? nth_miss : to;
+    fetch[1 + 2 * at] = tid;
+    fetch[2 + 2 * at] = to;
+  }
   __syncthreads();
 
   if (tid < p.experts) {
     p.place[tid] = want ? round * p.slots + to : -1;
     if (want) {
       // Does a later round put another expert there?
-      const bool stays = round == 0 ? p.slots + to >= total : order + p.slots >= total;
+      const bool stays = turn == 0 ? p.slots + to >= total : order + p.slots >= total;
       slot_of[tid] = stays ? to : -1;
       if (stays) last_use[to] = now;
     } else {
@@ -174,6 +191,51 @@ __global__ void __launch_bounds__(kFetchThreads)
   }
 }
 
+constexpr int kCollectThreads = 128;
+
+// Rows of a round's experts go to where their pair is.
+__global__ void __launch_bounds__(kCollectThreads)
+    collect_kernel(const int* ids, const int* position, const uint8_t* made, uint8_t* rows,
+                   const int64_t bytes) {
+  const int pair = blockIdx.x;
+  if (ids[pair] < 0) return;
+  const uint8_t* from = made + int64_t(position != nullptr ? position[pair] : pair) * bytes;
+  uint8_t* to = rows + int64_t(pair) * bytes;
+  if (bytes % 16 == 0) {
+    for (int64_t i = threadIdx.x; i < bytes / 16; i += kCollectThreads)
+      reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i];
+  } else {
+    for (int64_t i = threadIdx.x; i < bytes / 2; i += kCollectThreads)
+      reinterpret_cast<uint16_t*>(to)[i] = reinterpret_cast<const uint16_t*>(from)[i];
+  }
+}
+
+// A second stream of each thread of the host, and an event, on each device. They live as long as the process.
+struct Side {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr;
+};
+constexpr int kMostDevices = 64;
+thread_local Side sides[kMostDevices];
+
+cudaError_t find_side(Side*& side) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess && device >= kMostDevices) error = cudaErrorInvalidDevice;
+  if (error != cudaSuccess) return error;
+  side = &sides[device];
+  if (side->event == nullptr) error = cudaEventCreateWithFlags(&side->event, cudaEventDisableTiming);
+  if (error == cudaSuccess && side->stream == nullptr)
+    error = cudaStreamCreateWithFlags(&side->stream, cudaStreamNonBlocking);
+  return error;
+}
+
+// `after` waits for what `before` has been given so far.
+cudaError_t order(cudaStream_t before, cudaStream_t after, cudaEvent_t event) {
+  const cudaError_t error = cudaEventRecord(event, before);
+  return error != cudaSuccess ? error : cudaStreamWaitEvent(after, event, 0);
+}
+
 constexpr int kAssignThreads = 256;
 
 __global__ void __launch_bounds__(kAssignThreads) assign_kernel(const SlotPlan p, const int round, int* to) {
@@ -185,36 +247,74 @@ __global__ void __launch_bounds__(kAssignThreads) assign_kernel(const SlotPlan p
   to[pair] = place >= 0 && place / p.slots == round ? place % p.slots : -1;
 }
 
+// Not `dependent`: what it writes belongs to the call before until that has ended.
+int launch_plan(const SlotPlan& plan, bool halves, void* stream) {
+  const int most = std::max(plan.experts, plan.slots);
+  if (most > kMostThreads || plan.slots < 1 || plan.rounds < 1) return cudaErrorInvalidValue;
+  const int least = plan.pairs > 4096 ? kMostThreads : 128;
+  const int threads = std::max(least, (most + 31) / 32 * 32);
+  return launch_kernel(plan_kernel, {dim3(1), dim3(threads)}, false, static_cast<cudaStream_t>(stream), plan,
+                       halves);
+}
+
 }  // namespace
 }  // namespace fp4::device
 
 using namespace fp4::device;
 
-// Not `dependent`: what it writes belongs to the call before until that has ended.
 extern "C" int fp4_kernel_slots_plan(const SlotPlan* plan, void* stream) {
-  const int most = std::max(plan->experts, plan->slots);
-  if (most > kMostThreads || plan->slots < 1 || plan->rounds < 1) return cudaErrorInvalidValue;
-  const int threads = std::max(128, (most + 31) / 32 * 32);
-  return launch_kernel(plan_kernel, {dim3(1), dim3(threads)}, false, static_cast<cudaStream_t>(stream),
-                       *plan);
+  return launch_plan(*plan, false, stream);
+}
+
+// The same with twice as many rounds: of the slots below slots / 2, and of the others. So one half can be
+// filled while the other is multiplied.
+extern "C" int fp4_kernel_slots_plan_halves(const SlotPlan* plan, void* stream) {
+  return launch_plan(*plan, true, stream);
 }
 
 // Copies what the plan says of a round, and then makes ids [pairs] the slots of the experts of that round; -1
 // for those of other rounds, and for ids of no expert. The product that follows may read weights before it
 // waits for the kernel before it: so `assign`, which is that kernel, begins only when `fetch` has ended.
+// Without `blocks` nothing is copied, and without `ids` they are not made.
 extern "C" int fp4_kernel_slots_fetch(const SlotPlan* plan, const SlotParts* parts, int round, int* ids,
                                       int blocks, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
   int64_t chunks = 0;
   for (const SlotPart& part : parts->part) chunks += (part.bytes + kChunk - 1) / kChunk;
   const int* fetch = plan->fetches + int64_t(round) * (1 + 2 * plan->slots);
-  if (chunks > 0) {
+  if (chunks > 0 && blocks > 0) {
     const int error = launch_kernel(fetch_kernel, {dim3(blocks), dim3(kFetchThreads)}, false, s, *parts,
                                     fetch, int(chunks));
     if (error != 0) return error;
   }
-  if (plan->pairs == 0) return 0;
+  if (plan->pairs == 0 || ids == nullptr) return 0;
   return launch_kernel(assign_kernel,
                        {dim3((plan->pairs + kAssignThreads - 1) / kAssignThreads), dim3(kAssignThreads)},
                        false, s, *plan, round, ids);
+}
+
+// Copies rows of `made` [.., bytes] to `rows` [pairs, bytes], where ids [pairs] name an expert; the row of a
+// pair is position[pair], or `pair` if there are no positions.
+extern "C" int fp4_kernel_slots_collect(const int* ids, const int* position, const void* made, void* rows,
+                                        int pairs, int64_t bytes, void* stream) {
+  if (pairs == 0 || bytes == 0) return 0;
+  return launch_kernel(collect_kernel, {dim3(pairs), dim3(kCollectThreads)}, false,
+                       static_cast<cudaStream_t>(stream), ids, position, static_cast<const uint8_t*>(made),
+                       static_cast<uint8_t*>(rows), bytes);
+}
+
+// Returns this thread's second stream of the current device. It waits for what `stream` has been given.
+extern "C" int fp4_kernel_side_fork(void* stream, void** side) {
+  Side* mine = nullptr;
+  cudaError_t error = find_side(mine);
+  if (error == cudaSuccess) error = order(static_cast<cudaStream_t>(stream), mine->stream, mine->event);
+  if (error == cudaSuccess) *side = mine->stream;
+  return error;
+}
+
+// `stream` waits for what the second stream has been given.
+extern "C" int fp4_kernel_side_join(void* stream) {
+  Side* mine = nullptr;
+  const cudaError_t error = find_side(mine);
+  return error != cudaSuccess ? error : order(mine->stream, static_cast<cudaStream_t>(stream), mine->event);
 }

@@ -19,6 +19,7 @@ from ..experts.packed import SLOTS, PackedWeight, slot_weights
 from ..host_memory import use_huge_pages
 from ..meta.slot_checks import ALIGN, COUNTERS, MOST_EXPERTS, slot_bytes
 from .memory_plan import LayerExperts, MemoryPlan, cannot_pin, parse_bytes, plan_memory
+from .prompt_parts import divide_prompts
 
 _PORTABLE, _MAPPED = 1, 2
 """CUDA's numbers for memory that every context may use, and that a GPU can address."""
@@ -104,6 +105,7 @@ def place_experts(model: nn.Module, gpu_memory: int | str, device: torch.device 
                 module.add_module(SLOTS, shared[key])
     model.to(device)
     model.__dict__["_fp4_memory_plan"] = plan
+    divide_prompts(model)
     return plan
 
 

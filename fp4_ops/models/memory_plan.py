@@ -8,6 +8,7 @@ share of each layer's experts. csrc/device/slots.cu keeps the experts used last 
 from __future__ import annotations
 
 import functools
+import math
 import re
 import resource
 from collections.abc import Iterable
@@ -25,7 +26,14 @@ _UNITS = {
     **{"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
 }
 RESERVE_SHARE, RESERVE_LEAST = 10, 256 << 20
-"""A tenth of the budget, or 256 MiB, stays free for the cache of keys and values and for activations."""
+"""A tenth of the budget, or 256 MiB, stays free: half of it for the cache of keys and values, half for
+activations."""
+WORKSPACE = 48 << 20
+"""Memory of the activations' half that cuBLAS and small tensors take."""
+SLOT_ROWS = 16384
+"""Rows, one for each token and expert, that `fp4::moe_slots` multiplies at once; kMostRows of
+csrc/cuda/slots.cpp."""
+TOKENS_LEAST = 64
 RECENCY = 5
 """Text routes a token much as the tokens before it. With a share f of the experts in slots, LRU finds
 1 - (1 - f)^5 of those that a token wants: 92 % with 40 %, which is what people measure (90 to 95 %)."""
@@ -81,6 +89,26 @@ class LayerExperts:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """Bytes that a prompt takes in the layer that takes most, beside weights and cache.
+
+    token_bytes: for each token. row_bytes: for each of its top_k rows while these are multiplied.
+    """
+
+    token_bytes: int
+    row_bytes: int
+    top_k: int
+
+    def tokens(self, room: int, most_rows: int | None) -> int:
+        """Returns how many tokens fit into `room`. most_rows: rows that are multiplied at once; None: all."""
+        room = max(0, room - WORKSPACE)
+        count = room // (self.token_bytes + self.top_k * self.row_bytes)
+        if most_rows is not None and count * self.top_k > most_rows:
+            count = (room - most_rows * self.row_bytes) // self.token_bytes
+        return max(TOKENS_LEAST, count // TOKENS_LEAST * TOKENS_LEAST)
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """Plan of where the weights lie within a budget of GPU memory."""
 
@@ -88,6 +116,9 @@ class MemoryPlan:
     dense_bytes: int
     layers: tuple[LayerExperts, ...]
     rates: Rates = ASSUMED
+    activations: Activations | None = None
+    cache_token_bytes: int | None = None
+    """Keys and values of a token in all layers; None if unknown."""
 
     def __post_init__(self) -> None:
         least = self.dense_bytes + sum(layer.expert_bytes * layer.top_k for layer in self.layers)
@@ -133,6 +164,13 @@ class MemoryPlan:
         return layer.slots(self.share)
 
     @property
+    def prompt_tokens(self) -> int | None:
+        """Most tokens of prompts whose activations fit at once, None if unknown."""
+        if self.activations is None:
+            return None
+        return self.activations.tokens(self.reserve // 2, None if self.resident else SLOT_ROWS)
+
+    @property
     def gpu_bytes(self) -> int:
         """Bytes of weights on the GPU."""
         return self.dense_bytes + sum(self.slots(layer) * layer.expert_bytes for layer in self.layers)
@@ -166,6 +204,15 @@ class MemoryPlan:
                 for (slots, experts), count in kinds.items()
             )
             lines.append(f"  {slots}; all experts ({size(self.expert_bytes)}) in pinned memory of the host")
+        if self.prompt_tokens is not None:
+            cache = ""
+            if self.cache_token_bytes:
+                fit = self.reserve // 2 // self.cache_token_bytes
+                cache = f"; keys and values of {fit} tokens fit beside them"
+            lines.append(
+                f"  prompts: at most {self.prompt_tokens} tokens at once, so generate takes longer ones in "
+                f"parts{cache}"
+            )
         text, worst = (1 / self.seconds(recency) for recency in (True, False))
         lines.append(
             f"  tokens a second by bandwidth alone: at most {text:.1f} where routing repeats as in text, "
@@ -206,7 +253,52 @@ def plan_memory(model: nn.Module, gpu_memory: int | str, rates: Rates = ASSUMED)
             "slot. Leave gpu_memory out"
         )
     others: Iterable[Any] = (t for t in (*model.parameters(), *model.buffers()) if id(t) not in packed)
-    return MemoryPlan(budget, _unique_bytes(others), tuple(layers), rates)
+    return MemoryPlan(
+        budget, _unique_bytes(others), tuple(layers), rates, _activations(model), _cache_bytes(model)
+    )
+
+
+def _cache_bytes(model: Any) -> int | None:
+    """Returns the bytes of a token's keys and values in all layers, None for attention of another kind."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    names = ("num_hidden_layers", "num_key_value_heads", "head_dim")
+    numbers = [n for name in names if isinstance(n := getattr(config, name, None), int)]
+    if len(numbers) < len(names) or getattr(config, "kv_lora_rank", None) is not None:
+        return None
+    return 2 * math.prod(numbers) * _element_size(model)
+
+
+def _element_size(model: Any) -> int:
+    """Bytes of a number of the largest weight outside the experts."""
+    floats = (p for p in model.parameters() if p.is_floating_point())
+    largest: Any = max(floats, key=lambda p: p.numel(), default=None)
+    return 2 if largest is None else largest.element_size()
+
+
+def _activations(model: Any) -> Activations:
+    """Estimates the activations of a prompt, from above.
+
+    A layer holds some vectors of the hidden size for each token (residual, norm, their float32 forms), some
+    as wide as the widest layer outside the experts (queries before and after rotation, a gate and an up), and
+    a row of results for each expert. The output head runs for the last token alone.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
+    size = _element_size(model)
+    token_bytes, row_bytes, most_top_k = 0, 0, 1
+    for module in model.modules():
+        recipe: Any = getattr(module, "_fp4_recipe", None)
+        if recipe is None:
+            continue
+        down: Any = module._modules[recipe.form.down]
+        experts, hidden = down.packed.shape[:2]
+        top_k = min(experts, top_k_of(model) or experts)
+        vectors = (top_k + 12) * hidden + 6 * max(widths, default=hidden)
+        token_bytes = max(token_bytes, size * vectors)
+        row_bytes = max(row_bytes, 4 * hidden + 6 * down.k)
+        most_top_k = max(most_top_k, top_k)
+    return Activations(token_bytes, row_bytes, most_top_k)
 
 
 def memory_plan_of(model: Any) -> MemoryPlan | None:

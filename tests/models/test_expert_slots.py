@@ -189,6 +189,33 @@ def test_a_folder_is_loaded_within_a_budget(tmp_path):
         fp4_ops.load_checkpoint(None, tmp_path, gpu_memory="1GiB", ep_group=object())
 
 
+@pytest.mark.parametrize(
+    "how", [{}, {"cache_implementation": "static"}, {"custom_generate": fp4_ops.decoding_loop}]
+)
+def test_generate_takes_long_prompts_in_parts(how, monkeypatch):
+    """No call of the model has more tokens than the plan says; the tokens are those without a budget."""
+    monkeypatch.setattr(memory_plan, "TOKENS_LEAST", 8)
+    model, other, report = both("qwen3_moe")
+    assert report.memory is not None and report.memory.prompt_tokens == 8
+    assert "at most 8 tokens at once, so generate takes longer ones in parts" in str(report)
+    lengths: list[int] = []
+    other.model.register_forward_pre_hook(
+        lambda _, args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True, **how}
+    for sequences, length, want in ((2, 11, [4, 4, 3]), (1, 8, [8]), (1, 9, [8, 1])):
+        ids = tokens(sequences, length)
+        lengths.clear()
+        assert torch.equal(other.generate(ids, **options), model.generate(ids, **options))
+        assert lengths == [*want, 1, 1]
+    lengths.clear()
+    other.generate(tokens(1, 8), prefill_chunk_size=5, **options)  # the caller's own parts are smaller
+    assert lengths == [5, 3, 1, 1]
+    mine = copy.deepcopy(other)
+    del other
+    assert mine._prefill.__self__ is mine
+
+
 def test_experts_that_layers_share_have_one_cache():
     model = build("qwen3_moe", torch.float32, "grouped_mm")
     model.model.layers[1].mlp.experts = model.model.layers[0].mlp.experts

@@ -7,10 +7,21 @@ import random
 import pytest
 import torch
 from moe_models import build, tokens
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import fp4_ops
 from fp4_ops.experts.packed import PackedWeight
-from fp4_ops.models.memory_plan import LayerExperts, MemoryPlan, Rates, parse_bytes, plan_memory
+from fp4_ops.models.memory_plan import (
+    SLOT_ROWS,
+    TOKENS_LEAST,
+    WORKSPACE,
+    Activations,
+    LayerExperts,
+    MemoryPlan,
+    Rates,
+    parse_bytes,
+    plan_memory,
+)
 
 GIB = 2**30
 
@@ -106,6 +117,44 @@ def test_a_model_is_counted(family):
     assert len(plan.layers) == len(packed) // 2 and plan.layers[0].top_k == model.config.num_experts_per_tok
     assert plan.resident
     torch.testing.assert_close(model(input_ids=ids).logits, want, rtol=0, atol=0)
+
+
+def needed(each: Activations, tokens: int, resident: bool) -> int:
+    rows = tokens * each.top_k if resident else min(tokens * each.top_k, SLOT_ROWS)
+    return WORKSPACE + tokens * each.token_bytes + rows * each.row_bytes
+
+
+@pytest.mark.parametrize("fits", [False, True], ids=["slots", "resident"])
+def test_the_activations_of_prompts_fit_into_what_is_kept_free(fits):
+    """As many tokens as half of it holds, in steps of 64. Slots multiply at most 16384 rows at once."""
+    rng = random.Random(torch.initial_seed())
+    for _ in range(50):
+        top_k = rng.randint(1, 10)
+        each = Activations(rng.randint(10**4, 10**6), rng.randint(10**3, 10**5), top_k)
+        layers = (LayerExperts("a", 128, top_k, 10**5 if fits else 10**9),)
+        plan = MemoryPlan(rng.randint(12, 200) * GIB, 10**8, layers, activations=each)
+        assert plan.resident == fits or plan.budget > 128 * 10**9
+        tokens = plan.prompt_tokens
+
+        assert tokens % TOKENS_LEAST == 0
+        least, more = (needed(each, n, plan.resident) for n in (tokens, tokens + TOKENS_LEAST))
+        assert least <= plan.reserve // 2 < more or (tokens == TOKENS_LEAST and least > plan.reserve // 2)
+        assert f"at most {tokens} tokens at once" in str(plan)
+
+
+def test_activations_of_qwen3_30b():
+    """Those of a layer: more than the 79 KB a token and the 160 MB of 16384 rows that were measured."""
+    config = Qwen3MoeConfig(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=1,
+        num_experts_per_tok=8, num_experts=9, moe_intermediate_size=768, vocab_size=99,
+        experts_implementation="grouped_mm",
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fp4_ops.prepare(model, "nvfp4", activation="bf16")
+    plan = plan_memory(model, "24GiB")
+    each = plan.activations
+    assert each is not None and each.top_k == 8 and plan.cache_token_bytes == 2 * 4 * 128 * 2
+    assert 79e3 < each.token_bytes < 2 * 79e3 and 160e6 < each.row_bytes * SLOT_ROWS < 2 * 160e6
 
 
 def test_a_model_without_experts_is_an_error():

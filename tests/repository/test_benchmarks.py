@@ -28,6 +28,7 @@ NOT_BENCHMARKS = {
         "report",
         "report_cells",
         "report_peers",
+        "report_slots",
         "report_tables",
         "svg",
         "cpu_machine",

@@ -207,8 +207,18 @@ cudaError_t func_attributes(cudaFuncAttributes* attributes, Kernel) {
   return cudaSuccess;
 }
 
+// A launch ends before the next one begins, so streams have nothing to wait for.
+template <class... Arguments>
+cudaError_t nothing_to_wait_for(const Arguments&...) {
+  return cudaSuccess;
+}
+
 }  // namespace emulator
 
+#define cudaEventCreateWithFlags emulator::nothing_to_wait_for
+#define cudaEventRecord emulator::nothing_to_wait_for
 #define cudaFuncGetAttributes emulator::func_attributes
 #define cudaLaunchKernelEx emulator::launch_config
 #define cudaFuncSetAttribute emulator::set_attribute
+#define cudaStreamCreateWithFlags emulator::nothing_to_wait_for
+#define cudaStreamWaitEvent emulator::nothing_to_wait_for
