@@ -16,8 +16,7 @@ from ..meta.layouts import preferred_layout
 from ..meta.torch_internals import TracingContext, is_precompiling, pytree, set_grad_enabled
 from . import advice
 from .dynamo import left_out
-from .dynamo.extend import allow_scalars
-from .dynamo.lengths import guard_equal_lengths
+from .dynamo.lengths import allow_scalars, guard_equal_lengths
 from .fail_open import compiled_or_as_captured
 from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import called, example
@@ -31,8 +30,8 @@ from .report import Frame, Site
 from .trace.capture import capture
 from .weights.facts import Facts, ReadTwice
 from .weights.given import Given, gathered, given, is_flat
-from .weights.prequantized import is_subclass
 from .weights.runtime import Swap, runtime
+from .weights.specs import is_subclass
 
 log = logging.getLogger("fp4_ops")
 

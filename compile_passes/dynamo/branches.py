@@ -32,7 +32,7 @@ from . import api, known_values
 from .api import JUMP_OPCODES, TERMINAL_OPCODES, RestartAnalysis, UnspecializeRestartAnalysis, counters
 from .bytecode import asks_for
 from .empty_rows import Named, Nothing, Way, empty_with, has_all_rows
-from .session import Grown, Place, attempts, session
+from .rules import Grown, Place, attempts, session
 
 if TYPE_CHECKING:
     from .api import Handler, Instruction, OutputGraph, Tracer, Variable

@@ -16,7 +16,7 @@ from torch import fx
 from ...meta.torch_internals import assert_async
 from ..graph.traced_nodes import called, example
 from . import api
-from .session import scalar_outputs
+from .rules import scalar_outputs
 
 if TYPE_CHECKING:
     from .api import Method, Proxy, TorchInGraphFunctionVariable, Tracer, Variable

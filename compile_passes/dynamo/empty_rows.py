@@ -47,7 +47,7 @@ from . import api
 from .api import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
 from .bytecode import joined_comprehension, joined_list
 from .known_values import number_of
-from .session import frames, session
+from .rules import frames, session
 
 if TYPE_CHECKING:
     from .api import ExceptionEntry, ListVariable, OutputGraph, Tracer, Variable

@@ -9,11 +9,8 @@ from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from torch import fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ...meta.torch_internals import TracingContext
-from ..graph.traced_nodes import example
 from . import (
     api,
     class_counts,
@@ -27,8 +24,7 @@ from . import (
 )
 from .api import Unsupported
 from .branches import JUMPS, answering_first
-from .rules import Rule, around, while_tracing
-from .session import is_ours
+from .rules import Rule, around, is_ours, while_tracing
 
 if TYPE_CHECKING:
     from .api import Function, OutputGraph
@@ -77,18 +73,6 @@ def breaks_the_graph(method: Function) -> Function:
             raise Unsupported("Python asks for a size that only the data knows") from None
 
     return call
-
-
-def allow_scalars(gm: fx.GraphModule) -> None:
-    """Let later tracers of a graph with row counts read numbers from tensors, too."""
-    context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None else None
-    if mode is not None and any(free_unbacked_symbols(example(n)) for n in _items(gm)):
-        mode.allow_scalar_outputs = True
-
-
-def _items(gm: fx.GraphModule) -> list[fx.Node]:
-    return list(gm.graph.find_nodes(op="call_method", target="item"))
 
 
 class Need(Enum):

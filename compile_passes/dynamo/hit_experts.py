@@ -24,8 +24,7 @@ from . import api, known_values
 from .branches import is_kept, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
-from .rules import answers
-from .session import is_watched, new_list
+from .rules import answers, is_watched, new_list
 
 if TYPE_CHECKING:
     from .api import Handler, Instruction, Tracer, Variable

@@ -17,8 +17,7 @@ from torch import Tensor, fx, nn
 from ...meta.torch_internals import without_modes
 from ..graph.traced_nodes import called, example, since, writes_to
 from . import api
-from .rules import answers, replaces
-from .session import session
+from .rules import answers, replaces, session
 
 if TYPE_CHECKING:
     from .api import Handler, Instruction, Method, Tracer, Variable

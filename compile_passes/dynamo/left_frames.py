@@ -25,8 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import api, left_out
 from .api import ConstDictKeySource, RestartAnalysis, SkipFrame, Unsupported, UserError, counters
-from .rules import failure, may_break, tell_failure, without_rules
-from .session import session
+from .rules import failure, may_break, session, tell_failure, without_rules
 
 if TYPE_CHECKING:
     from .api import DynamoOutput, Function, Guard, Source, Tracer

@@ -32,8 +32,7 @@ from ..weights.packed import packed_ids
 from ..weights.runtime import Calls, packed_since
 from . import api
 from .api import counters, graph_break_reasons
-from .rules import around
-from .session import within
+from .rules import around, within
 
 if TYPE_CHECKING:
     from .api import Function, GraphCompileReason, OptimizeContext

@@ -1,4 +1,5 @@
-"""Lengths that a graph break has torn apart: ids, weights and rows that each have a length of their own.
+"""Prepares a graph that Dynamo captured: its numbers from tensors, and lengths that a graph break has torn
+apart, so that ids, weights and rows each have one of their own.
 
 If Dynamo breaks the graph between a router and its experts, the rest of the function is a graph that reads
 ids [s1, k], weights [s2, k] and rows [s0, H]. Nothing in it says that the lengths are equal, so no proof
@@ -15,8 +16,19 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ...meta.torch_internals import TracingContext
 from ..graph.traced_nodes import called, example
+
+
+def allow_scalars(gm: fx.GraphModule) -> None:
+    """Let later tracers of a graph with row counts read numbers from tensors, too."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    items = gm.graph.find_nodes(op="call_method", target="item")
+    if mode is not None and any(free_unbacked_symbols(example(n)) for n in items):
+        mode.allow_scalar_outputs = True
 
 
 def guard_equal_lengths(gm: fx.GraphModule) -> None:
@@ -26,7 +38,8 @@ def guard_equal_lengths(gm: fx.GraphModule) -> None:
         for n in gm.graph.find_nodes(op="placeholder")
         if isinstance(example(n), torch.Tensor) and not any(called(user) == "embedding" for user in n.users)
     ]
-    for a, b in combinations(filter(_is_symbolic, inputs), 2):
+    inputs = [sizes for sizes in inputs if any(isinstance(size, torch.SymInt) for size in sizes)]
+    for a, b in combinations(inputs, 2):
         for i, j in zip(a, b) if len(a) == len(b) else [(prod(a), prod(b))]:
             if str(i) != str(j) and _now(i) is not None and _now(i) == _now(j):
                 bool(i == j)  # adds the guard
@@ -42,7 +55,3 @@ def _now(size: Any) -> Any:
     if not isinstance(size, torch.SymInt):
         return size
     return size.node.hint if size.node.has_hint() else None
-
-
-def _is_symbolic(sizes: Sequence[Any]) -> bool:
-    return any(isinstance(size, torch.SymInt) for size in sizes)

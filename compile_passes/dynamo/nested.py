@@ -20,7 +20,7 @@ from ...meta.text import some_of
 from ..naming import plain_path, source_name
 from . import left_out
 from .api import BackendCompilerFailed
-from .session import is_ours, within
+from .rules import is_ours, within
 
 if TYPE_CHECKING:
     from types import CodeType

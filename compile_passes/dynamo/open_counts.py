@@ -26,8 +26,7 @@ from .bytecode import only_in_loops
 from .empty_rows import Way, number
 from .hit_experts import chosen_from
 from .row_counts import elements
-from .rules import answers
-from .session import Numbers, OpenList, is_watched, new_list, session
+from .rules import Numbers, OpenList, answers, is_watched, new_list, session
 
 if TYPE_CHECKING:
     from .api import Handler, Instruction, Method, Tracer, Variable

@@ -29,8 +29,7 @@ from . import api
 from .bytecode import only_in_loops, only_indexes, only_iterates
 from .empty_rows import SAYS_THE_SAME, number
 from .hit_experts import chosen_from
-from .rules import answers, replaces
-from .session import Counted, new_list, scalar_outputs, session
+from .rules import Counted, answers, new_list, replaces, scalar_outputs, session
 
 if TYPE_CHECKING:
     from .api import (

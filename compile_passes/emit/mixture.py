@@ -41,8 +41,7 @@ from ..recognise.branches import Branch, Matrix, Mixture
 from ..recognise.factors import OUT, J, K, indices
 from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site, hint
-from ..weights.prequantized import StoredSpec, own_scales
-from ..weights.specs import JoinSpec, PackSpec
+from ..weights.specs import JoinSpec, PackSpec, StoredSpec, own_scales
 from .routing import Routing
 from .writer import Operands, Packed, Writer, as_it_is, assemble
 

@@ -25,9 +25,8 @@ from ..recognise.factors import K, N
 from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site
 from ..weights.facts import Facts, refuse_two_precisions
-from ..weights.prequantized import StoredSpec, stored_spec
 from ..weights.runtime import Swap
-from ..weights.specs import Assembly, JoinSpec, PackSpec, Piece
+from ..weights.specs import Assembly, PackSpec, Piece, Spec, StoredSpec, stored_spec
 
 fp4 = torch.ops.fp4
 
@@ -86,9 +85,7 @@ class Writer:
 
     def __init__(self, gm: fx.GraphModule, options: Options, facts: Facts) -> None:
         self.gm, self.options, self.facts = gm, options, facts
-        self.slots: dict[
-            tuple[tuple[fx.Node, ...], PackSpec | JoinSpec | StoredSpec], tuple[fx.Node, ...]
-        ] = {}
+        self.slots: dict[tuple[tuple[fx.Node, ...], Spec], tuple[fx.Node, ...]] = {}
         self.written: set[fx.Node] = set()
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.inputs = list(gm.graph.find_nodes(op="placeholder"))
@@ -164,9 +161,7 @@ class Writer:
         tensors = self.slot(*packed)
         return (*(self.call(aten.select.int, t, 0, e) for t in tensors), None)[:3]
 
-    def slot(
-        self, sources: tuple[fx.Node, ...], spec: PackSpec | JoinSpec | StoredSpec
-    ) -> tuple[fx.Node, ...]:
+    def slot(self, sources: tuple[fx.Node, ...], spec: Spec) -> tuple[fx.Node, ...]:
         """Return the graph inputs that hold the result of `spec` for these parameters."""
         sources = tuple(n for s in sources for n in self.facts.inputs_of(s))
         key = (sources, spec)

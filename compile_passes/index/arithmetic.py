@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -438,15 +439,8 @@ def _joined_parts(reader: Reader, node: fx.Node, values: list[Value], d: int) ->
 
 def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
     """Return whether two dimensions have the same size. Rows that were selected have none."""
-    sizes = []
-    for group in (ours, theirs):
-        if some_chosen(group):
-            return False
-        size: Any = 1
-        for a in group:
-            size = size * a.size
-        sizes.append(size)
-    return same(*sizes)
+    ours_long, theirs_long = (math.prod(a.size for a in group) for group in (ours, theirs))
+    return not some_chosen((*ours, *theirs)) and same(ours_long, theirs_long)
 
 
 @reads(aten.copy)

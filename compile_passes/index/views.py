@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -237,9 +238,7 @@ def slice_of(reader: Reader, v: Value, dim: int, start: int, step: int, size: in
     if some_chosen(group):
         raise Opaque
     if len(group) > 1:  # a flat buffer: take one number of the first axis
-        length = 1
-        for a in group[1:]:
-            length *= a.size
+        length = math.prod(a.size for a in group[1:])
         if not (step == 1 and same(length, size) and start % size == 0):
             raise Opaque
         fixed = substitute(v.term, {group[0]: Const(start // size)})

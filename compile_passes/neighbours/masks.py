@@ -106,19 +106,7 @@ class Masks:
             raise _Unknown
         return Place(-1, start)
 
-    def _ones(self, node: fx.Node, a: dict[str, Any]) -> Element:
-        return TRUE
-
-    def _zeros(self, node: fx.Node, a: dict[str, Any]) -> Element:
-        return FALSE
-
-    def _full(self, node: fx.Node, a: dict[str, Any]) -> Element:
-        return self._place(a["fill_value"])
-
     # --- shapes ---
-
-    def _same(self, node: fx.Node, a: dict[str, Any]) -> Element:
-        return self._element(a["self"])
 
     def _unsqueeze(self, node: fx.Node, a: dict[str, Any]) -> Element:
         rank = len(shape(node))
@@ -208,10 +196,13 @@ _INTEGERS = (torch.bool, torch.int32, torch.int64)
 
 _RULES: dict[Any, Callable[[Masks, fx.Node, dict[str, Any]], Element]] = {
     aten.arange: Masks._arange,
-    **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), Masks._ones),
-    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), Masks._zeros),
-    **dict.fromkeys((aten.full, aten.full_like, aten.new_full), Masks._full),
-    **dict.fromkeys((aten.alias, aten.clone, aten.detach, aten.expand, aten._to_copy), Masks._same),
+    **dict.fromkeys((aten.ones, aten.ones_like, aten.new_ones), lambda m, node, a: TRUE),
+    **dict.fromkeys((aten.zeros, aten.zeros_like, aten.new_zeros), lambda m, node, a: FALSE),
+    **dict.fromkeys((aten.full, aten.full_like, aten.new_full), lambda m, node, a: m._place(a["fill_value"])),
+    **dict.fromkeys(
+        (aten.alias, aten.clone, aten.detach, aten.expand, aten._to_copy),
+        lambda m, node, a: m._element(a["self"]),
+    ),
     aten.unsqueeze: Masks._unsqueeze,
     aten.slice: Masks._slice,
     aten.cat: Masks._cat,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 from torch import fx
@@ -52,7 +53,7 @@ def read_activation(inputs: tuple[Term, ...], leaves: list[Term], site: fx.Node)
 
 
 def _over(inputs: tuple[Term, ...], names: dict[Term, Term], site: fx.Node) -> Term:
-    term = _product([bare(substitute(t, names)) for t in inputs])
+    term = reduce(Mul, [bare(substitute(t, names)) for t in inputs])
     need(free_axes(term) <= {GATE, UP}, Kind.MORE_IN_ACTIVATION, site)
     return term
 
@@ -61,13 +62,6 @@ def bare(term: Term) -> Term:
     """Return the term without the nodes that compute its parts, so that terms of different experts are
     equal."""
     return transform(term, lambda t: None, with_refs=False)
-
-
-def _product(factors: list[Term]) -> Term:
-    out = factors[0]
-    for f in factors[1:]:
-        out = Mul(out, f)
-    return out
 
 
 @dataclass(frozen=True)

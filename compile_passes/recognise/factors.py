@@ -6,6 +6,7 @@ terms.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any, overload
@@ -269,9 +270,7 @@ def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
     parts, sizes = (
         (base.parts, base.sizes) if isinstance(base, Mix) else ((base,), (getattr(base, "size", 0),))
     )
-    rows = 1
-    for s in sizes:
-        rows = rows * s
+    rows = math.prod(sizes)
     if same(size, place.size * rows) and not same(size, rows) and isinstance(place.size, int):
         if step == 1 and same(start, e * rows):  # the rows of one expert follow those of another
             return Mix((place, *parts), (place.size, *sizes))

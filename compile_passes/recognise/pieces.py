@@ -113,7 +113,7 @@ class Pieces:
         factors = flatten(term.body, Mul)
         for inner in reversed(term.axes):
             own = tuple(f for f in factors if inner in free_axes(f))
-            core = Sum((inner,), _product(own))
+            core = Sum((inner,), reduce(Mul, own))
             lin = self.linear(core) if self.is_down(core) else None
             # The dimension of experts must come before the inner one; otherwise the two could be exchanged.
             if lin is not None and all(_is_before(a, inner, lin.weight) for a in term.axes if a is not inner):
@@ -238,10 +238,6 @@ def _is_matrix(weight: Ref) -> bool:
 def _outputs(weight: Ref, inner: Axis) -> set[Term]:
     """Return the axes of a product's output that a factor has. `rows[tokens]` has none but `inner`."""
     return {i for i in indices(weight) if isinstance(i, Axis) and i is not inner}
-
-
-def _product(factors: tuple[Term, ...]) -> Term:
-    return reduce(Mul, factors)
 
 
 def _is_before(axis: Axis, other: Axis, weight: Ref) -> bool:

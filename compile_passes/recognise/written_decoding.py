@@ -13,6 +13,7 @@ matter.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -242,7 +243,7 @@ def _replace(graph: fx.Graph, node: fx.Node, reader: Decoder, fake_mode: FakeTen
         raise Opaque
     for format in ("nvfp4", "mxfp4"):
         block = FORMATS[format].block
-        cut = next((i for i in range(len(axes)) if _product(sizes[i:]) == block), None)
+        cut = next((i for i in range(len(axes)) if math.prod(sizes[i:]) == block), None)
         scale = _leaf(v.term, axes[:cut], lambda total: total * block == value(node).numel(), tables)  # noqa: B023
         if cut is not None and scale is not None and scale is not codes and k % block == 0:
             break
@@ -310,14 +311,7 @@ def _others(
 
 def _suffixes(group: tuple[Axis, ...]) -> list[int]:
     """Return the products of the sizes from each axis on, and 1."""
-    return [_product([a.size for a in group[i:]]) for i in range(len(group) + 1)]
-
-
-def _product(sizes: list[int]) -> int:
-    out = 1
-    for s in sizes:
-        out *= s
-    return out
+    return [math.prod([a.size for a in group[i:]]) for i in range(len(group) + 1)]
 
 
 def _product_of(term: Term) -> Iterator[Term]:
@@ -370,7 +364,7 @@ def _along(ref: Ref) -> list[Axis] | None:
             return None
         out += parts  # type: ignore[arg-type]
     whole = all(
-        _product([p.size for p in (i.parts if isinstance(i, Mix) else (i,))]) == s  # type: ignore[attr-defined]
+        math.prod([p.size for p in (i.parts if isinstance(i, Mix) else (i,))]) == s  # type: ignore[attr-defined]
         for i, s in zip(ref.index, shape(ref.node))
         if not same(s, 1)
     )

@@ -35,7 +35,7 @@ from ..naming import source_name
 from ..refusal import Kind, Refused, refuse
 from ..weights.facts import Stored
 from ..weights.given import copied
-from ..weights.prequantized import Prequantized, is_subclass, prequantized, stand_in
+from ..weights.specs import Prequantized, is_subclass, prequantized, stand_in
 from .calls import (
     OpenRegions,
     as_written,

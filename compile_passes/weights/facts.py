@@ -29,7 +29,7 @@ from ..graph.nodes import (
     shape,
 )
 from ..refusal import Kind, Refusal, Refused
-from .prequantized import Parts, Prequantized
+from .specs import Parts, Prequantized
 
 
 class Stored(NamedTuple):

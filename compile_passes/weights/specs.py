@@ -1,18 +1,27 @@
 """Describes how graph inputs are made from a model's weights.
 
-Weights are quantised and reordered, or joined from many.
+Weights are quantised and reordered, or joined from many. The codes and block scales of weights that a model
+holds in 4 bits already are used bit for bit: `FP4Tensor` and torchao's `NVFP4Tensor` and `MXTensor` are graph
+inputs, the passes see an ordinary tensor of the same shape in their place, and when a product is rewritten,
+its operands come from the real tensor. facts.py finds weights that the graph itself decodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from torch import Tensor, fx
 
 from ...experts.packed import interleave
 from ...meta.formats import FORMATS
 from ...meta.layouts import LAYOUTS, packed_spec
+from ...meta.torch_internals import is_traceable_wrapper_subclass
+from ...runtime.relayout import relayout
+from ...tensor import FP4Tensor
+from ..refusal import Kind, need
 
 
 @dataclass(frozen=True)
@@ -148,17 +157,204 @@ class JoinSpec:
             return (self.assembly.build(*weights),)
 
 
-class Spec(Protocol):
-    """Describes how graph inputs are made from weights: PackSpec, JoinSpec and prequantized.StoredSpec.
-    Serves as a key."""
+Parts = tuple[Tensor, Tensor, Tensor | None]
+"""packed [..., N, K/2], block_scale [..., N, blocks], global_scale [...] or [] (None: 1)."""
+
+
+@dataclass(frozen=True)
+class Prequantized:
+    """Describes how the graph inputs of one weight are read."""
+
+    kind: str
+    format: str
+    parts: Callable[..., Parts]
+    """Converts the `inputs` tensors to the plain layout."""
+    transposed: bool = False
+    """True if it is quantised along the last dimension but one."""
+    inputs: int = 1
+    scale_dtype: torch.dtype | None = None
+    """The dtype of the block scales, if the format allows several."""
+    batch_invariant: bool = False
+    """True if its layout is batch invariant."""
+
+
+def prequantized(x: Any) -> Prequantized | None:
+    """Return how a tensor subclass is read. None if it is not a known 4-bit tensor.
+
+    Raises Refused if reading it would change its values.
+    """
+    if isinstance(x, FP4Tensor):
+        choice = len(FORMATS[x.format].scale_dtypes) > 1
+        return Prequantized(
+            "FP4Tensor", x.format, _fp4, x.transposed, scale_dtype=x.block_scale.dtype if choice else None,
+            batch_invariant=LAYOUTS[x.weight_layout].batch_invariant,
+        )  # fmt: skip
+    if type(x).__module__.startswith("torchao.") and type(x).__name__ in ("NVFP4Tensor", "MXTensor"):
+        return Prequantized(_kind(x), _format(x), _torchao_plain, _is_transposed(x))
+    return None
+
+
+def stand_in(x: Tensor) -> Tensor:
+    """Return an ordinary tensor of the same shape and dtype. It is made under a fake mode, so it holds no
+    data."""
+    return torch.empty(tuple(x.shape), dtype=x.dtype, device=x.device)
+
+
+def _fp4(w: FP4Tensor) -> Parts:
+    return relayout(w._operands(), w.format, w.k, w.weight_layout, "plain")
+
+
+# --- torchao. Its classes are recognised by name, because it need not be installed. ---
+
+
+def _torchao_plain(w: Any) -> Parts:
+    """Return (packed, block_scale, per_tensor_scale) in row-major order, whether or not the scales are
+    swizzled."""
+    packed, scale = w.qdata, w.scale
+    if _is_transposed(w):
+        packed, scale = packed.transpose(-2, -1), scale.transpose(-2, -1)
+    packed = packed.view(torch.uint8)
+    if w.is_swizzled_scales:
+        *lead, n, half = packed.shape
+        rows, blocks = torch.Size(lead).numel() * n, half * 2 // w.block_size
+        scale = unswizzled(scale, rows, blocks).view(*lead, n, blocks)
+    return packed.contiguous(), scale.contiguous(), getattr(w, "per_tensor_scale", None)
+
+
+def unswizzled(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """Return block scales [rows, blocks] from cuBLAS' order: tiles of 128 x 4, in which row 32 i + j is at
+    (j, i)."""
+    tall, wide = -(-rows // 128), -(-blocks // 4)
+    tiles = scale.reshape(tall, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return tiles.reshape(tall * 128, wide * 4)[:rows, :blocks]
+
+
+def _is_transposed(w: Any) -> bool:
+    return w.qdata.stride(-2) < w.qdata.stride(-1)
+
+
+def _kind(w: Any) -> str:
+    """Return the kind of a tensor without the quantisation of its activations, which is the backend's
+    option."""
+    own = " (its act_quant_kwargs give way to the option `activation`)" if w.act_quant_kwargs else ""
+    return f"torchao {type(w).__name__}{own}"
+
+
+def _format(w: Any) -> str:
+    """Return the format of one of torchao's tensors."""
+    if type(w).__name__ == "NVFP4Tensor":
+        return "nvfp4"
+    elements = str(w.elem_dtype).removeprefix("torch.")
+    need(w.elem_dtype == torch.float4_e2m1fn_x2, Kind.MX_ELEMENTS, None, elements)
+    need(w.block_size == FORMATS["mxfp4"].block, Kind.MX_BLOCKS, None, w.block_size)
+    return "mxfp4"
+
+
+# --- what a rewritten graph gets ---
+
+
+@dataclass(frozen=True)
+class StoredSpec:
+    """Operands [E, parts * n, k] that are put together from weights in 4 bits: stacked, reordered, never
+    decoded.
+
+    If the parts of an expert have different global scales (gate and up), they are stored under the first
+    one's. The down weight's `rescale` then has that (gate, up) pair for each expert, and the missing factor
+    up / gate is multiplied into down's global scale. That is exact as long as the activation is linear in up.
+    """
+
+    format: str
+    layout: str
+    assembly: Assembly
+    sources: tuple[Prequantized, ...]
+    rescale: tuple[tuple[Piece, Piece], ...] = ()
+    transposed = False
 
     @property
-    def tensors(self) -> int: ...
+    def tensors(self) -> int:
+        return len(self.shapes(()))
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each input, for a weight that is stored with this shape."""
+        e, n, k = self.assembly.shape
+        dtypes = {h.scale_dtype for h in self.sources}  # of several dtypes, take the widest
+        scale_dtype = dtypes.pop() if len(dtypes) == 1 else FORMATS[self.format].wide_scale_dtype
+        return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k, scale_dtype)
 
-    def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Make the inputs."""
+    def num_bytes(self, stored: tuple[int, ...]) -> int:
+        return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
 
-    def __hash__(self) -> int: ...
+    def pack(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False), torch.no_grad():
+            given, parts = iter(inputs), []
+            for h in self.sources:
+                parts.append(h.parts(*(next(given) for _ in range(h.inputs))))
+            experts = [[self._piece(parts, p) for p in pieces] for pieces in self.assembly.experts]
+            packed, scale = (torch.stack([self._rows(e, i) for e in experts]) for i in (0, 1))
+            global_scale = None
+            if FORMATS[self.format].has_global_scale:
+                global_scale = torch.stack([e[0][2] for e in experts])
+                if self.rescale:
+                    gate, up = (
+                        torch.stack([self._piece(parts, pair[i])[2] for pair in self.rescale]) for i in (0, 1)
+                    )
+                    # A gate of zeros makes the whole expert zero.
+                    global_scale = torch.where(gate == 0, 0.0, global_scale * (up / gate))
+            operands = (packed, scale, global_scale)
+            operands = relayout(operands, self.format, self.assembly.k, "plain", self.layout)
+        return tuple(t for t in operands if t is not None)
+
+    def _rows(self, parts: list[tuple[Tensor, Tensor, Tensor]], i: int) -> Tensor:
+        rows = [p[i] for p in parts]
+        return torch.stack(rows, 1).flatten(0, 1) if self.assembly.interleaved else torch.cat(rows)
+
+    def _piece(self, parts: list[Parts], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (codes [n, K/2], block scales, global scale []) of one part of one expert."""
+        packed, scale, global_scale = parts[piece.source]
+        lead = tuple(i for what, i, *_ in piece.at if what == "at")
+        ((start, step),) = [rest for what, *rest in piece.at if what == "n"]
+        rows = slice(start, start + step * (self.assembly.n - 1) + 1, step)
+        if global_scale is None:
+            global_scale = packed.new_ones((), dtype=torch.float32)
+        if global_scale.dim() > 0:
+            global_scale = global_scale.reshape(packed.shape[: len(lead)])[lead]
+        return packed[lead][rows], scale[lead][rows], global_scale.float()
+
+
+Spec = PackSpec | JoinSpec | StoredSpec
+"""How graph inputs are made from weights. It serves as a key."""
+
+
+def stored_spec(
+    sources: Sequence[fx.Node], ways: tuple[Prequantized, ...], assembly: Assembly, layout: str, site: fx.Node
+) -> StoredSpec:
+    """Return the spec for weights that are all in 4 bits, in one format, and used along the right dimension.
+
+    ways: how to read the sources that are in 4 bits.
+    """
+    need(len(ways) == len(sources), Kind.SOME_IN_4_BITS, site)
+    formats = sorted({h.format for h in ways})
+    need(len(formats) == 1, Kind.FORMATS_DIFFER, site, tuple(formats))
+    for pieces in assembly.experts:
+        for p in pieces:
+            order = [what for what, *_ in p.at][-2:]
+            along = ["k", "n"] if ways[p.source].transposed else ["n", "k"]
+            need(order == along, Kind.PART_QUANTISED_ALONG_N, site)
+            stored = sources[p.source].meta["val"].shape[-2 if ways[p.source].transposed else -1]
+            whole = ("k", 0, 1) in p.at and stored == assembly.k
+            need(whole, Kind.SOME_COLUMNS, site)
+    return StoredSpec(formats[0], layout, assembly, ways)
+
+
+def own_scales(spec: StoredSpec) -> bool:
+    """Return whether the parts of an expert may have different global scales."""
+    if not FORMATS[spec.format].has_global_scale:
+        return False
+
+    def scale(p: Piece) -> Any:
+        return p.source, [i for what, i, *_ in p.at if what == "at"]
+
+    return any(scale(p) != scale(pieces[0]) for pieces in spec.assembly.experts for p in pieces)
+
+
+def is_subclass(x: Any) -> bool:
+    return isinstance(x, Tensor) and is_traceable_wrapper_subclass(x)
