@@ -24,10 +24,9 @@ from .dynamo.left_out import (
     known_breaks,
     reason_of,
 )
-from .fail_open import failure
 from .naming import short_path
 from .options import parse
-from .pipeline import analyse
+from .pipeline import analyse, failure
 from .report import Report
 from .weights.given import given
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,8 +17,8 @@ from ..meta.layouts import preferred_layout
 from ..meta.torch_internals import TracingContext, is_precompiling, pytree, set_grad_enabled
 from . import advice
 from .dynamo import left_out
+from .dynamo.api import RestartAnalysis, SkipFrame
 from .dynamo.lengths import allow_scalars, guard_equal_lengths
-from .fail_open import compiled_or_as_captured
 from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import called, example
 from .naming import input_name
@@ -299,3 +300,64 @@ def _log(frame: Frame, left_whole: bool) -> None:
         log.info("%s", frame)
     else:
         log.debug("%s", frame)
+
+
+# --- a rewritten graph that Inductor cannot compile ---
+
+Compiled = Callable[..., Any]
+
+_failures: dict[str, str] = {}
+"""The error of each graph that was compiled as captured, by the graph's name."""
+
+
+def compiled_or_as_captured(
+    frame: Frame, rewritten: Callable[[], Compiled], as_captured: Callable[[], Compiled], strict: bool
+) -> Compiled:
+    """Compile the rewritten graph; if that fails, compile the captured graph and warn.
+
+    Such a failure is a fault of this package, and the model must run all the same. A warning says so once for
+    each graph, `fp4_ops.explain` says so afterwards, and with option "strict" it is an error. Where Inductor
+    cannot compile the captured graph either, the user sees that error, as with backend="inductor".
+
+    Raises RuntimeError with `strict` if the rewritten graph fails, and what Dynamo uses to start over.
+    """
+    try:
+        return rewritten()
+    except (RestartAnalysis, SkipFrame):
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error).strip().partition(_END)[0]}"
+        if strict:
+            raise RuntimeError(
+                f"fp4: strict=True, but Inductor cannot compile graph {frame.name} with experts in 4 bits. "
+                f"The error is {text}. {_REPORT}"
+            ) from error
+        log.debug("Inductor cannot compile the rewritten graph %s", frame.name, exc_info=True)
+    compiled = as_captured()
+    frame.not_compiled = text
+    known = frame.name in _failures
+    _failures[frame.name] = text
+    if not known:
+        warnings.warn(
+            f"Inductor cannot compile graph {frame.name} with experts in 4 bits, so the graph runs as the "
+            f"model has it, with its original weights. The error is {text}. {_REPORT}",
+            stacklevel=2,
+        )
+    return compiled
+
+
+_REPORT = (
+    "This is a fault of fp4_ops. Please report it with the model and the traceback, which "
+    "TORCH_LOGS=+fp4_ops prints."
+)
+_END = "\n\n"
+"""End of the cause in torch's errors. After it come the user's stack and general advice."""
+
+
+def failure(name: str) -> str:
+    """The error of the graph, if it was compiled as captured in this process; else an empty string."""
+    return _failures.get(name, "")
+
+
+def forget_failures() -> None:
+    _failures.clear()

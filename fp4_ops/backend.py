@@ -94,11 +94,13 @@ _capture_loops()
 
 def _reset() -> None:
     """Forgets packed weights and recorded CUDA graphs. torch.compiler.reset() calls this."""
-    from .compile_passes.fail_open import forget_failures
     from .compile_passes.weights.runtime import forget_all
 
     forget_all()
-    forget_failures()
+    if "fp4_ops.compile_passes.pipeline" in sys.modules:  # else nothing was compiled
+        from .compile_passes.pipeline import forget_failures
+
+        forget_failures()
     if torch.cuda.is_available():
         from .meta.torch_internals import reset_cudagraph_trees
 

@@ -51,7 +51,7 @@ AOTI = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_
 SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
 os.environ["FP4_TEST_SEED"] = str(SEED)  # workers and other processes draw the same
 NOT_COMPILED = "error:Inductor cannot compile graph"
-"""A warning that fails a test: compile_passes/fail_open.py hides a fault from users, not from tests."""
+"""A warning that fails a test: compile_passes/pipeline.py hides a fault from users, not from tests."""
 os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), NOT_COMPILED]))
 
 

@@ -14,7 +14,8 @@ from retraced import retraced
 from torch import nn
 
 import fp4_ops
-from fp4_ops.compile_passes import fail_open, passes
+from fp4_ops.compile_passes import passes
+from fp4_ops.compile_passes.pipeline import forget_failures
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -23,9 +24,9 @@ WARNING = r"Inductor cannot compile graph forward .* with experts in 4 bits"
 
 @pytest.fixture(autouse=True)
 def no_failures():
-    fail_open.forget_failures()
+    forget_failures()
     yield
-    fail_open.forget_failures()
+    forget_failures()
 
 
 def no_view(x: torch.Tensor) -> torch.Tensor:

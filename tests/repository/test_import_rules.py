@@ -35,12 +35,11 @@ ROOMS = {
         *("pass_log", "recognise", "refusal", "report", "step", "trace", "weights"),
     },
     "precompiled": {"dynamo.api", "graph", "options", "weights"},
-    "fail_open": {"dynamo.api", "report"},
     "pipeline": {
-        *("advice", "dynamo", "fail_open", "graph", "naming", "options", "pass_log"),
+        *("advice", "dynamo", "dynamo.api", "graph", "naming", "options", "pass_log"),
         *("passes", "precompiled", "recognise", "refusal", "report", "trace", "weights"),
     },
-    "explain": {"dynamo", "dynamo.api", "fail_open", "naming", "options", "pipeline", "report", "weights"},
+    "explain": {"dynamo", "dynamo.api", "naming", "options", "pipeline", "report", "weights"},
     "program": {"advice", "options", "pass_log", "passes", "report", "trace", "weights"},
     "cli": {"explain", "options"},
 }
