@@ -274,6 +274,7 @@ EVERY_USE = (
     "expert's output in the weighted sum only. If they are experts of a transformers model, "
     "fp4_ops.prepare(model) works, too"
 )
+EACH_PRODUCT = NoChange("each of its products is in 4 bits, as an operator of its own")
 NOT_GATHERED = NoChange(
     "it would be packed at each call. For inference leave the experts out of the sharding, or load the "
     "whole model on each rank and call fp4_ops.prepare(model): 4 bits take a quarter of the memory"

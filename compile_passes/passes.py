@@ -29,6 +29,7 @@ from .neighbours.sums import write_sums
 from .neighbours.topk import write_topk
 from .options import Options
 from .pass_log import Pass, PassLog
+from .recognise import alike
 from .recognise.branches import need_wide
 from .recognise.evidence import Evidence, router, side_by_side, unrouted
 from .recognise.mixture import Mixture
@@ -121,7 +122,7 @@ def _find(s: _State) -> None:
 
 def _mixtures(s: _State) -> None:
     """Rewrite mixtures of experts, however they are written. `s.products` come later, one by one."""
-    graph, writer, others = s.gm.graph, s.writer, set(s.writer.slots)
+    graph, writer, earlier = s.gm.graph, s.writer, set(s.writer.slots)
     taken: set[fx.Node] = set()
     reader = Reader(graph, Canon(graph), lambda n: n in s.facts.fixed and value(n).dtype in FLOATING)
     s.written = written_before(graph, s.facts.fixed & s.facts.mutated)
@@ -129,7 +130,11 @@ def _mixtures(s: _State) -> None:
     s.search = search = Search(graph, reader, s.written)
     blocks = list(search.run())
     dense = _without_router(s, blocks)  # before anything is rewritten
+    others = _other_experts(s, blocks)
+    by_product = {n for group, _ in others for n in group.nodes}
     for downs, found in blocks:
+        if isinstance(found, Refusal) and (not by_product.isdisjoint(downs) or _is_told(found, others)):
+            continue
         if dense.keys() >= set(downs):
             s.unrouted |= {n: dense[n] for n in downs}
             continue
@@ -141,16 +146,61 @@ def _mixtures(s: _State) -> None:
             weights = [n for n in writer.inputs if n in own]
             why = next((s.facts.each_alone[n] for n in weights if n in s.facts.each_alone), None)
             if why is not None:
-                s.sites += EveryUse(writer, found, reader).run(why, taken)
+                parts = found.parts(lambda b: b.up), found.parts(lambda b: (b.down,))
+                every_use = Refusal(Kind.EVERY_USE, found.root, (why,))
+                s.sites += EveryUse(writer, parts, found.root, reader).run(every_use, taken)
             else:
                 s.sites.append(Emitter(writer, found).run())
         except Refused as stop:
             s.refused.append((downs, stop.refusal))
             if isinstance(found, Mixture):
                 _stay_together(found, s.facts)
+    for group, reason in others:
+        try:
+            need_wide(group.experts[0].matrices, group.site, s.facts)
+            s.sites += EveryUse(writer, group.operands, group.site, reader).run(reason, taken)
+        except Refused as stop:
+            s.refused.append(([group.site], stop.refusal))
     sweep(graph)
-    packed = {n for slot in writer.slots.keys() - others for n in slot[0] if not s.facts.in_4_bits(n)}
+    packed = {n for slot in writer.slots.keys() - earlier for n in slot[0] if not s.facts.in_4_bits(n)}
     writer.check_uses(packed, set(s.products))
+
+
+def _other_experts(
+    s: _State, blocks: list[tuple[list[fx.Node], Mixture | Refusal]]
+) -> list[tuple[alike.Alike, Refusal]]:
+    """Return experts that are not two layers, and why they are not one operator."""
+    inside: dict[fx.Node, Refusal] = {}
+    some: list[set[fx.Node]] = []
+    stay: list[set[fx.Node]] = []
+    weights = set(s.facts.mutated)
+    for downs, found in blocks:
+        if isinstance(found, Mixture):
+            weights |= found.weights
+        elif found.kind in alike.INSIDE:
+            inside |= dict.fromkeys(downs, found)
+            some.append(set(downs))
+        else:
+            stay.append(set(downs))
+    groups = list(alike.Search(s.gm.graph, s.search.reader, s.evidence, s.facts.fixed, weights).run())
+    while True:  # all of a block, or nothing
+        nodes = {n for group in groups for n in group.nodes}
+        stay += [downs for downs in some if not downs <= nodes]
+        left = [g for g in groups if all(downs.isdisjoint(g.nodes) for downs in stay)]
+        if len(left) == len(groups):
+            break
+        groups = left
+    result = []
+    for group in groups:
+        told = (inside[n] for n in group.nodes & inside.keys() if inside[n].kind not in alike.LAYERS)
+        why = next(told, Refusal(Kind.NO_FFN, group.site))
+        result.append((group, Refusal(Kind.EACH_PRODUCT, group.site, (why,))))
+    return result
+
+
+def _is_told(found: Refusal, others: list[tuple[alike.Alike, Refusal]]) -> bool:
+    """Return whether a refusal says only that no experts were found, and some were found after it."""
+    return bool(others) and found.kind in (Kind.BETWEEN, Kind.SUM_BETWEEN)
 
 
 def _without_router(

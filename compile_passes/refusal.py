@@ -72,6 +72,8 @@ class Kind(Enum):
         advice.EVERY_USE,
     )
     EVERY_USE = "not one operator: {}", advice.EVERY_USE
+    EACH_PRODUCT = "not one operator: {}", None
+    NO_FFN = "an expert is no gate/up, activation and down alone", advice.EACH_PRODUCT
     CORRECTED = (
         "the product with {:input} is corrected by one of smaller rank (LoRA), of {:input} and {:input}",
         advice.MERGE,

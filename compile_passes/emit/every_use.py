@@ -15,15 +15,14 @@ from torch import fx
 
 from ..graph.nodes import aten, is_op, value
 from ..index.reader import Reader
-from ..recognise.mixture import Matrix, Mixture
-from ..recognise.products import read_batched
+from ..recognise.branches import Experts, Matrix
+from ..recognise.products import factors, read_batched, read_matrix
 from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint
 from .batched import multiplied, put_back
-from .linears import factors, read_matrix
 from .writer import Packed, Writer, place
 
-FORM = "experts whose outputs have several users, each product by itself"
+FORM = "experts that are no single operator, each product by itself"
 
 
 @dataclass(frozen=True)
@@ -45,30 +44,35 @@ class _Part:
 
 
 class EveryUse:
-    def __init__(self, writer: Writer, m: Mixture, reader: Reader) -> None:
-        self.w, self.m, self.reader = writer, m, reader
-        parts = [list(m.parts(lambda b: b.up)), list(m.parts(lambda b: (b.down,)))]
-        like = parts[0][0][0].ref.node
+    def __init__(self, writer: Writer, parts: Sequence[Experts], root: fx.Node, reader: Reader) -> None:
+        """parts: for each operand all experts' matrices, gate and up as one. root: the end of the experts."""
+        self.w, self.root, self.reader = writer, root, reader
+        self.experts = len(parts[0])
+        like = next(iter(parts[0]))[0].ref.node
         for node in {p.ref.node for experts in parts for each in experts for p in each}:
-            need(not writer.facts.in_4_bits(node), Kind.PACKED_READ_AGAIN, m.root)
+            need(not writer.facts.in_4_bits(node), Kind.PACKED_READ_AGAIN, root)
         self.layout = writer.layout(
             like, *{(p.n, p.k) for experts in parts for each in experts for p in each}
         )
         self.how = writer.activations(like, self.layout)
+        sides = [(p.n, p.k) for experts in parts for p in next(iter(experts))]
+        self.last, self.sizes = sides[-1][0], ", ".join(f"{n} x {k}" for n, k in dict.fromkeys(sides))
         self.packed: list[Packed] = []
         self.parts: dict[Any, list[_Part]] = {}
-        for o, experts in enumerate(parts):
-            interleaved = len(experts[0]) == 2 and _step(experts[0][0], m.root) == 2
-            self.packed.append(writer.pack(experts, self.layout, m.root, interleaved=interleaved))
+        for o, experts in enumerate(map(list, parts)):
+            interleaved = len(experts[0]) == 2 and _step(experts[0][0], root) == 2
+            self.packed.append(writer.pack(experts, self.layout, root, interleaved=interleaved))
             for e, each in enumerate(experts):
                 for i, p in enumerate(each):
-                    key, start, step = _rows(p, m.root)
+                    key, start, step = _rows(p, root)
                     at, by = (i, len(each)) if interleaved else (i * p.n, 1)
                     self.parts.setdefault(key, []).append(_Part(o, e, start, step, p.n, at, by))
         self.made: dict[Any, Any] = {}
 
     def run(self, why: Refusal, taken: set[fx.Node]) -> list[Site]:
-        """Rewrite the products with this mixture's weights. Products in `taken` belong to others."""
+        """Rewrite the products with these weights. Products in `taken` belong to others.
+
+        why: the reason why they are not one operator."""
         ops = []
         for node in list(self.w.gm.graph.nodes):
             if node not in taken and (op := self._rewrite(node)):
@@ -76,14 +80,9 @@ class EveryUse:
                 ops.append(op)
         if not ops:
             return []
-        m, b, root = self.m, self.m.common, self.m.root
-        load = Load(len(m.branches), len(m.branches), hint(value(root).numel() // b.down.n), all_before=True)
-        site = self.w.site(
-            ops[0], root, self.packed, FORM, self.how,
-            f"{len(ops)} products of {len(m.branches)} experts, hidden {b.up[0].k}, intermediate {b.down.k}",
-            load, why=Refusal(Kind.EVERY_USE, root, (why,)),
-        )  # fmt: skip
-        return [site]
+        load = Load(self.experts, self.experts, hint(value(self.root).numel() // self.last), all_before=True)
+        text = f"{len(ops)} products of {self.experts} experts, {self.sizes}"
+        return [self.w.site(ops[0], self.root, self.packed, FORM, self.how, text, load, why=why)]
 
     def _rewrite(self, node: fx.Node) -> str:
         """Rewrite a product, and return the operator that it became, or ""."""
@@ -98,7 +97,7 @@ class EveryUse:
         if batched is None:
             return ""
         found = self._find([each[0] for each in batched.experts])
-        if found is None or len(batched.experts) != len(self.m.branches):
+        if found is None or len(batched.experts) != self.experts:
             return ""
         operand, _, rows = found
         key = (self._number(batched.a), operand, batched.left, batched.shared)
@@ -150,7 +149,7 @@ class EveryUse:
         return operand, experts[0], rows
 
     def _find_one(self, matrix: Matrix) -> tuple[int, int, range] | None:
-        key, start, step = _rows(matrix, self.m.root)
+        key, start, step = _rows(matrix, self.root)
         parts, rows = self.parts.get(key, ()), []
         owners = set()
         for r in range(start, start + step * matrix.n, step):

@@ -14,15 +14,15 @@ from torch import fx
 
 from ...meta.layouts import LAYOUTS
 from ...models.outside_experts import kind_of
-from ..graph.nodes import aten, is_op, shape, static_int, value
+from ..graph.nodes import aten, is_op, shape, value
 from ..index.reader import Reader
-from ..index.terms import Ref, free_axes, substitute
 from ..naming import input_name
 from ..operands import operand
 from ..options import Options
 from ..recognise.evidence import Evidence
 from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
+from ..recognise.products import factors, read_matrix
 from ..refusal import Refusal, Refused
 from ..report import Load, Site, hint
 from .writer import QuantisedRows, Writer
@@ -52,12 +52,6 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
             yield why.refusal
 
 
-def factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
-    """Return (bias, a, b) of `mm` or `addmm`."""
-    bias = operand(node) if is_op(node, aten.addmm) else None
-    return bias, operand(node, len(node.args) - 2), operand(node, len(node.args) - 1)
-
-
 def _format_asked_for(weight: fx.Node, options: Options) -> str | None:
     """The format that the options give to weights of this kind. A head may share the embeddings' weight."""
     tied = any(is_op(user, aten.embedding) for user in weight.users)
@@ -68,22 +62,6 @@ def _format_asked_for(weight: fx.Node, options: Options) -> str | None:
 def _same_for_all(a: fx.Node) -> Any:
     """Return a key for rows: each F.linear of a tensor has its own view, and all views have the same key."""
     return (operand(a), str(a.args[1:])) if is_op(a, aten.view) else a
-
-
-def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
-    """Return the matrix [N, K] whose transpose `node` is: a parameter, or one expert's part of one."""
-    v = reader.value(node, 0)
-    if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
-        return None
-    if len(v.dims) != 2 or any(len(g) != 1 for g in v.dims) or any(isinstance(i, Ref) for i in v.term.index):
-        return None
-    k, n = v.axes
-    if free_axes(v.term) != {k, n}:
-        return None
-    rows, columns = static_int(n.size), static_int(k.size)
-    if rows is None or columns is None:
-        return None
-    return Matrix(substitute(v.term, {n: N, k: K}), rows, columns)
 
 
 def _write(

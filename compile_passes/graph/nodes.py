@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from ...meta.torch_internals import OpOverload
 from ..operands import integer, operand, several
@@ -83,6 +83,11 @@ def value(node: fx.Node) -> torch.Tensor:
 
 def is_tensor(node: Any) -> TypeGuard[fx.Node]:
     return isinstance(node, fx.Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def has_chosen_rows(node: fx.Node) -> bool:
+    """Return whether a tensor has the rows that a mask or `where` chose."""
+    return bool(free_unbacked_symbols(value(node)))
 
 
 def shape(node: fx.Node) -> tuple[Any, ...]:

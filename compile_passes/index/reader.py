@@ -119,6 +119,12 @@ class Reader:
         self._nested = 0
         """The number of nested reads."""
 
+    def afresh(self) -> Reader:
+        """Return a reader of the same graph that has read nothing yet, and in which nothing is cut."""
+        other = Reader(self.graph, self.canon, self.is_weight)
+        other._products_before = self._products_before
+        return other
+
     @property
     def understood(self) -> Collection[Any]:
         return READERS.keys()

@@ -44,6 +44,7 @@ from ..refusal import Kind, Refusal
 from ..weights.facts import Facts
 from .activations import UP
 from .branches import Mixture
+from .factors import E
 from .products import Batched
 
 NAME = re.compile(r"expert", re.IGNORECASE)
@@ -89,7 +90,7 @@ class Evidence:
     """Answers for one graph which products are experts' and which are routers'."""
 
     def __init__(self, graph: fx.Graph, reader: Reader, facts: Facts) -> None:
-        self._graph, self._reader, self._facts = graph, reader, facts
+        self._reader, self._facts = reader, facts
         self._data: set[fx.Node] = set()
         """Nodes whose values depend on the model's inputs."""
         self._hard: set[fx.Node] = set()
@@ -98,19 +99,18 @@ class Evidence:
         """The same, and also scores that went through a softmax or a sigmoid, and what is computed from them.
         """
         for node in graph.nodes:
-            self._classify(node, facts.fixed)
+            self._classify(node)
 
-    def _classify(self, node: fx.Node, fixed: set[fx.Node]) -> None:
+    def _classify(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
         if node.op == "placeholder":
-            if is_tensor(node) and node not in fixed:
+            if is_tensor(node) and node not in self._facts.fixed:
                 self._data.add(node)
             return
         if is_op(node, *BY_SIZE) or self._data.isdisjoint(inputs):
             return
         self._data.add(node)
-        weighted = is_op(node, *PRODUCTS) and any(_source(n) in fixed for n in inputs)
-        if weighted or is_grouped_mm(node) or is_op(node, *_ATTENTION, *_NORMS):
+        if self.mixes_columns(node):
             return
         hard = _chooses(node) or not self._hard.isdisjoint(inputs)
         if hard and not is_op(node, aten._softmax, aten.softmax):
@@ -123,6 +123,20 @@ class Evidence:
     def chosen(self, ids: fx.Node) -> bool:
         """Return whether ids or offsets depend on the model's inputs. If so, they are a choice."""
         return ids in self._data
+
+    def mixes_columns(self, node: fx.Node) -> bool:
+        """Return whether an operator is a product with weights, attention or a norm."""
+        if is_op(node, *PRODUCTS):
+            return any(_source(n) in self._facts.fixed for n in node.all_input_nodes)
+        return is_grouped_mm(node) or is_op(node, *_ATTENTION, *_NORMS)
+
+    def chooses(self, node: fx.Node) -> bool:
+        """Return whether a node is a choice, or is made of one."""
+        return node in self._hard
+
+    def weighs(self, node: fx.Node) -> bool:
+        """Return whether a node holds a router's scores, or what is made of them."""
+        return node in self._soft
 
     def named(self, weight: fx.Node) -> bool:
         return self._facts.in_4_bits(weight) or bool(NAME.search(input_name(weight)))
@@ -154,6 +168,14 @@ class Evidence:
         before = reached(products, lambda n: n.all_input_nodes, _VERY_FAR)
         return any(n in self._hard or is_op(n, aten._softmax) for n in before)
 
+    def tells_apart(self, m: Mixture) -> bool:
+        """Return whether ids say whose output counts, or a router's scores what each expert's counts for."""
+        b = m.common
+        ids = b.ids if b.ids is not None else b.masked
+        if ids is not None:
+            return self.chosen(ids.node)
+        return any(n in self._soft for f in b.factors if E in free_axes(f) for n in _nodes(f))
+
     def of_mixture(self, m: Mixture) -> bool:
         """Return whether a router decides which rows the experts of a block get, or with which weights their
         outputs count."""
@@ -172,7 +194,7 @@ class Evidence:
             return False
         if self._is_filled(b.x, b.place):
             return True
-        after = Reader(self._graph, self._reader.canon, self._reader.is_weight)
+        after = self._reader.afresh()
         after.cut(m.root)
         return self._is_combined(m.root, _carrier_of_places(m), after)
 

@@ -230,3 +230,25 @@ def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] |
     names: dict[Any, Axis] = {inner: K, out: N}
     refs = [substitute(v.term, {**names, e: Const(i)}) for i in range(e.size)]
     return [(Matrix(r, out.size, inner.size),) for r in refs]
+
+
+def factors(node: fx.Node) -> tuple[fx.Node | None, fx.Node, fx.Node]:
+    """Return (bias, a, b) of `mm` or `addmm`."""
+    bias = operand(node) if is_op(node, aten.addmm) else None
+    return bias, operand(node, len(node.args) - 2), operand(node, len(node.args) - 1)
+
+
+def read_matrix(node: fx.Node, reader: Reader) -> Matrix | None:
+    """Return the matrix [N, K] whose transpose `node` is: a parameter, or one expert's part of one."""
+    v = reader.value(node, 0)
+    if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
+        return None
+    if len(v.dims) != 2 or any(len(g) != 1 for g in v.dims) or any(isinstance(i, Ref) for i in v.term.index):
+        return None
+    k, n = v.axes
+    if free_axes(v.term) != {k, n}:
+        return None
+    rows, columns = static_int(n.size), static_int(k.size)
+    if rows is None or columns is None:
+        return None
+    return Matrix(substitute(v.term, {n: N, k: K}), rows, columns)

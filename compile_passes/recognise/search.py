@@ -21,6 +21,7 @@ from ..graph.nodes import (
     after,
     aten,
     behind,
+    has_chosen_rows,
     is_grouped_mm,
     is_op,
     is_pointwise,
@@ -91,7 +92,7 @@ class Search:
         """Yield (down products, the mixture or the refusal)."""
         cause: Refusal | None = None
         for downs, found in self._all():
-            if isinstance(found, Refusal) and found.kind in _VAGUE and any(map(_is_of_some_rows, downs)):
+            if isinstance(found, Refusal) and found.kind in VAGUE and any(map(has_chosen_rows, downs)):
                 known, cause = cause, cause or changed_products(self.graph, self.reader.is_weight)
                 if cause is not None:
                     if known is None:  # each result is reported once
@@ -109,10 +110,10 @@ class Search:
                     yield self._of(part), found
                 elif part.bit_count() == 1 and self._is_third(*self._of(part)):
                     deep |= part
-                elif part.bit_count() == 1 and _is_of_some_rows(*self._of(part)):
+                elif part.bit_count() == 1 and has_chosen_rows(*self._of(part)):
                     single |= part
         layers = self._of(deep)
-        if len(layers) >= _MANY or (len(layers) > 1 and all(map(_is_of_some_rows, layers))):
+        if len(layers) >= _MANY or (len(layers) > 1 and all(map(has_chosen_rows, layers))):
             yield layers, Refusal(Kind.THREE_LAYERS, layers[-1], (len(layers),))
         if single.bit_count() > 1:
             downs = self._of(single)
@@ -203,7 +204,7 @@ class Search:
 
     def _unread(self) -> Refusal | None:
         """Return a refusal for products of many choices of rows if none of them is a down product."""
-        rows = [n for n in self.graph.nodes if is_op(n, *PRODUCTS) and _is_of_some_rows(n)]
+        rows = [n for n in self.graph.nodes if is_op(n, *PRODUCTS) and has_chosen_rows(n)]
         choices = len({frozenset(free_unbacked_symbols(value(n))) for n in rows})
         if self._downs or choices < _MANY:
             return None
@@ -272,7 +273,7 @@ class Search:
 
         # A shared expert may have the same shape. It has all rows, not those that a mask or `where` chose.
         return {
-            node: (str(shape(node)[-1]), str(down.own.inner.size), _is_of_some_rows(node))
+            node: (str(shape(node)[-1]), str(down.own.inner.size), has_chosen_rows(node))
             for node, down in made_of.items()
             if not is_before(down)
         }
@@ -310,10 +311,10 @@ class Search:
                 except Refused as why:
                     others = (self._near[node] & ~bits).bit_count()
                     own = self.matcher.branches if not others else 0
-                    attempts.append(_Attempt(why.refusal.kind not in _DULL, own, -others, why.refusal))
+                    attempts.append(_Attempt(why.refusal.kind not in DULL, own, -others, why.refusal))
         if changed is not None:
             return changed
-        routed = count > 1 and all(map(_is_of_some_rows, self._of(bits)))
+        routed = count > 1 and all(map(has_chosen_rows, self._of(bits)))
         experts = routed or count >= _MANY or any(attempt.experts > 1 for attempt in attempts)
         if not ends:
             return self._stopped(bits) if experts else None
@@ -423,7 +424,7 @@ class Search:
         for node in self._entering(step):
             if not is_tensor(node) or value(node).dtype not in FLOATING:
                 continue
-            if _is_of_some_rows(node) and self.reader.value(node, 2) is self.reader.opaque(node):
+            if has_chosen_rows(node) and self.reader.value(node, 2) is self.reader.opaque(node):
                 cause = (item(node) or (node,))[0]
                 return Refusal(Kind.OPAQUE_ROWS, cause, (cause, kind_of(cause)))
         return None
@@ -481,16 +482,11 @@ def _weight(weight: Ref) -> _Weight:
     return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in index))
 
 
-def _is_of_some_rows(node: fx.Node) -> bool:
-    """Return whether a tensor has the rows that a mask or `where` chose."""
-    return bool(free_unbacked_symbols(value(node)))
-
-
-_DULL = (Kind.ONE_EXPERT, Kind.SOMETHING_ADDED)
+DULL = (Kind.ONE_EXPERT, Kind.SOMETHING_ADDED)
 """Reasons that hold for any node inside a block, so they say nothing."""
 _OPAQUE = (Kind.OPAQUE, Kind.OPAQUE_WITH_EXPERTS)
 """Reasons that an earlier node may explain better."""
-_VAGUE = (*_OPAQUE, Kind.OPAQUE_OUTPUT, Kind.OPAQUE_ROWS, Kind.READ_AS_NONE, Kind.READ_COMPUTED)
+VAGUE = (*_OPAQUE, Kind.OPAQUE_OUTPUT, Kind.OPAQUE_ROWS, Kind.READ_AS_NONE, Kind.READ_COMPUTED)
 """Reasons that say what could not be read, not why."""
 
 

@@ -1,6 +1,6 @@
 """Runs every family and style and writes what became of each:
 python tests/scripts/support_table.py > docs/support.md
-(one section alone: python tests/scripts/support_table.py real, families or styles)
+(one section alone: python tests/scripts/support_table.py real, families, styles or products)
 
 Each row is a run: 9 tokens, then 5 under the same compilation (symbolic length), then one token. `error` is
 the largest relative error of the three against the same module over the dequantised weights (mxfp4, float32,
@@ -33,6 +33,7 @@ import torch
 from families import FAMILIES, LOOPS, TRANSPOSED, expert_block, tiny
 from moe_models import Recorder, fake_quantised, relative_error
 from moe_styles import STYLES
+from product_styles import EXPERTS, Gates, Stack, Where
 from torch import nn
 
 HEAD = "| what | experts as | becomes | graphs | graph breaks | error |\n|---|---|---|---|---|---|"
@@ -111,6 +112,18 @@ def styles() -> Iterator[str]:
         yield row(name, "", module, module.twin("mxfp4"), lambda n: torch.randn(n, 32))
 
 
+def products() -> Iterator[str]:
+    three = ("one Linear", "three Linears", "LayerNorm at the end")
+    for cls, experts in (
+        (Stack, three),
+        (Where, three),
+        (Gates, ("one Linear", "Linear, ReLU", "three Linears")),
+    ):
+        for name in experts:
+            module = cls(EXPERTS[name]).eval()
+            yield row(name, cls.__doc__ or "", module, module.twin().float(), lambda n: torch.randn(n, 32))
+
+
 def main(*only: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -130,6 +143,7 @@ def main(*only: str) -> None:
     for title, name, rows in (
         ("Families of transformers", "families", families),
         ("Styles (tests/helpers/moe_styles.py)", "styles", styles),
+        ("Each product by itself (tests/helpers/product_styles.py)", "products", products),
     ):
         if only and name not in only:
             continue

@@ -42,9 +42,14 @@ BETWEEN = {
 
 @pytest.mark.parametrize("step", ["native_batch_norm", "prelu", more("native_layer_norm")])
 def test_a_step_between_the_products_is_named(step):
+    """Why the experts are no single operator. Each product is in 4 bits."""
     module = Towers(BETWEEN[step]).eval()
     (site,) = fp4_ops.explain(module, torch.randn(7, 32)).sites
-    assert site.reason.startswith(step) and site.reason.endswith("of an expert is no activation")
+    assert (
+        site.op == "fp4::mm"
+        and site.reason.startswith(f"not one operator: {step}")
+        and site.reason.endswith("of an expert is no activation")
+    )
     assert site.change == advice.BETWEEN_PRODUCTS
 
 

@@ -50,17 +50,21 @@ OTHERS = {
     "a mean": reduced("mean", True),
     "a sum without what was there": reduced("sum", False),
 }
+REDUCED = ("the largest", "a mean", "a sum without what was there")
+"""No sums, but a router chose each expert's rows: the products are in 4 bits, each by itself."""
 FIRST = ("all but this expert", "a sum without what was there")
 
 
 @pytest.mark.parametrize("name", [n if n in FIRST else more(n) for n in OTHERS])
-def test_other_masks_and_sums_stay(name):
+def test_other_masks_and_sums_are_no_block(name):
     module, recorder = OTHERS[name](experts=4), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():
         x = torch.randn(9, module.H)
-        assert relative_error(compiled(x), module(x)) < 1e-5
-    assert not recorder.ops and recorder.reasons
+        got = compiled(x)
+        want = module.twin()(x) if name in REDUCED else module(x)
+        assert relative_error(got, want) < 1e-5
+    assert set(recorder.ops) == ({"fp4::mm"} if name in REDUCED else set()) and recorder.reasons
 
 
 class IdsOfTwoRouters(ListStyle):
