@@ -1,6 +1,6 @@
 """Triton's interpreter, which serves whole processes: tests that are marked `inside` run in one of their own.
 
-A test of their file, `test_in_the_interpreter`, starts it by `run_inside`.
+`test_in_the_interpreter` in test_triton_interpret.py starts it by `run_inside`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def needs_older_numpy() -> pytest.MarkDecorator:
     return pytest.mark.skipif(too_new, reason=TOO_NEW)
 
 
-def run_inside(file: str, which: str) -> None:
-    """The tests of `file` that pytest's -m chooses by `which`; the interpreter runs kernels on the CPU."""
+def run_inside(which: str, *files: str) -> None:
+    """Runs the tests of `files` that pytest's -m chooses by `which`, with kernels interpreted on the CPU."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, file],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, *files],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

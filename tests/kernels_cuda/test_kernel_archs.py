@@ -1,8 +1,9 @@
 """The kernels of `_sm80.so` as machine code of each GPU they are built for: `make test-kernels`.
 
 Every file is compiled once: half of them for compute capability 8.0, the others for another one, both
-drawn each time. Or all are, for each that FP4_KERNEL_ARCHS names ("all"). Objects are those of a build
-(build/sm80), where there are any.
+drawn each time. Or all are, for each that FP4_KERNEL_ARCHS names ("all"). Where a build has objects of the
+architecture (build/sm80), these are brought up to date and read. Else only the GPU's code is compiled
+(-cubin), without the code that the host runs to launch it.
 """
 
 import os
@@ -51,8 +52,9 @@ def objects(monkeypatch_module) -> dict[str, list[Path]]:
     found = setup()
     library, made = found["MMA"], {}
     for arch, sources in drawn(library).items():
-        command = [NVCC, *library.flags([arch])]
-        made[arch] = found["compile_all"](command, sources, library.headers, Path("build/sm80", arch))
+        built, command = Path("build/sm80", arch), [NVCC, *library.flags([arch])]
+        folder, only = (built, []) if built.exists() else (Path("build/sm80_cubin", arch), ["-cubin"])
+        made[arch] = found["compile_all"]([*command, *only], sources, library.headers, folder)
     return {arch: [Path(file) for file in files] for arch, files in made.items()}
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import reference
 import triton_targets
-from triton_interpreter import INSIDE, compiles, inside, needs_older_numpy, run_inside
+from triton_interpreter import INSIDE, compiles, inside, needs_older_numpy
 
 from fp4_ops.backends.triton import launch, operators, ops, tiles
 from fp4_ops.backends.triton.scaled import support
@@ -38,15 +38,7 @@ if INSIDE:
     from triton.runtime import interpreter
 
 
-@compiles
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["not more", more("more")])
-def test_in_the_interpreter(which):
-    """Everything marked `inside` below, with kernels run by the interpreter on CPU tensors."""
-    run_inside(__file__, which)
-
-
-# --- in the interpreter ---
+# --- in the interpreter, by test_in_the_interpreter in test_triton_interpret.py ---
 
 BLACKWELL = tiles.Device("like sm_120", (12, 0), 1 << 40, 170)
 
@@ -181,7 +173,7 @@ def test_each_candidate(format, dot_scaled):
     assert set(dot_scaled) == {(tile.block_n, tile.block_k // 2)}
 
 
-GATED = [("nvfp4", "silu"), ("mxfp4", "swigluoai"), ("nvfp4", "relu2")]
+GATED = [("nvfp4", "silu"), ("mxfp4", "swigluoai"), more("nvfp4", "relu2")]
 GATED += [more("mxfp4", "silu"), more("nvfp4", "gelu_tanh_interleaved"), more("mxfp4", "silu(limit=2)")]
 
 
