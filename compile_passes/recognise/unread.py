@@ -116,7 +116,7 @@ def unread_experts(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
 
 
 def unread_rows(graph: fx.Graph, reader: Reader, choices: int) -> Refusal:
-    """Return why products of this many choices of rows are not read. None of them ends an expert."""
+    """Return why products over `choices` different choices of rows are no experts that can be read."""
     products = {n: p for n in graph.nodes if (p := _product(n, reader.is_weight)) is not None and _rows_of(n)}
     fed = False
     for product in products.values():

@@ -1,6 +1,6 @@
 """Translates Dynamo's graph to functional aten and traces each distinct call once.
 
-The calls of 64 experts, or of 48 layers, are the same few. The first of each kind is traced alone, which is
+64 experts, or 48 layers, repeat the same few calls. The first of each kind is traced alone, which is
 the costly part; its operators are copied for the others. Dynamo already knows the sizes of everything. This
 file follows writes from call to call. If it cannot (a write through a view that others see, a nested graph),
 it raises `CannotCopy`, and the graph is traced as a whole.
@@ -92,7 +92,7 @@ class _Template:
     lists: dict[fx.Node, list[fx.Node]]
     """Nodes with several results. All results are outputs, in this order."""
     places: dict[int, set[int]] | None = None
-    """The arguments of nodes that are the expert's number. Two traces with different numbers show them."""
+    """Arguments of nodes that are the expert's number: two traces with different numbers differ there."""
 
 
 class Copier:

@@ -34,8 +34,8 @@ int launch_ring(const DecodeParams& p, int blocks, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-// About how many bytes of weights a block could read in the time that its change to the next chunk or pass
-// costs.
+// Approximate cost of a block's change to the next chunk or pass, as the bytes of weights that it could read
+// in that time.
 constexpr double kChangeBytes = 16 * 1024;
 constexpr int kStepBytes = kStepCodes + 64;  // with nvfp4's scales
 

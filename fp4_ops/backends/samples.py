@@ -1,8 +1,9 @@
 """Samples of tensors: a few short runs of bytes of each matrix, kept to be compared with memory later.
 
 A kernel or a library may write to a tensor without a trace (a fused optimizer, a collective, `p.data += d`).
-To read the whole tensor again would cost more than 4 bits save. Samples notice a change of many values, in
-nanoseconds a run on a CPU. They notice every change of the bytes that they hold, and no other change.
+To read the whole tensor again would cost more than 4 bits save. Samples notice a change of many values, and
+a CPU compares one run in nanoseconds. They notice every change of the bytes that they hold, and no other
+change.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from torch import Tensor
 from ..runtime.runs import RUN, Comparison, library
 
 LEAST_RUNS, LEAST_RUNS_OF_A_STACK = 2, 8
-"""Least number of runs of a matrix [N, K] and of a stack [E, N, K]. A stack has a run for four matrices."""
+"""Least number of runs of a matrix [N, K] and of a stack [E, N, K]. A stack has one run for every four
+matrices."""
 
 
 class Samples:

@@ -147,7 +147,7 @@ class Group:
             who = described([self._global(rank) for rank in missing]) if missing else ""
             missed = f"{who} did not answer within {REPLY.seconds} s" if who else "all ranks still answer"
         except Exception:
-            missed = "rank 0 has ended, which held the store that the ranks find each other by"
+            missed = "rank 0 has ended, and it held the store through which the ranks find each other"
         ranks = ", ".join(str(self._global(rank)) for rank in range(self.size))
         raise RuntimeError(
             f"{self.what}: on rank {self._global(self.rank)} of the group {ranks}: {missed}. A rank has "

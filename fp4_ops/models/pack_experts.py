@@ -133,9 +133,9 @@ def finish_module(
 
 
 def _division(model: nn.Module, found: dict[str, nn.Module], plans: dict[str, Plan]) -> str:
-    """Describes how processes with the same tokens share experts, by the first experts module that is shared.
+    """Describes how processes with the same tokens share the experts of the first module that they share.
 
-    Returns "" if there is none.
+    Returns "" if they share none.
     """
     top_k = top_k_of(model)
     for name, p in plans.items():
@@ -205,7 +205,7 @@ def _check_lists(
 ) -> None:
     """Checks lists of experts for everything that they do not support, before anything is changed."""
     name = next(iter(lists))
-    own_code = f"the experts of {name} are modules that run by their own code, over FP4Tensors"
+    own_code = f"the experts of {name} are modules that keep their own code, with FP4Tensors as weights"
     if activation not in ("auto", "bf16"):
         raise ValueError(
             f"fp4: activation is {activation!r}, and {own_code}, whose activations stay as they are. Use "
@@ -330,8 +330,8 @@ class Quantizer:
     ) -> PackedWeight:  # fmt: skip
         """Packs the weight [E, N, K] (stored [E, K, N] if transposed), a few experts at a time.
 
-        `interleaved`: rows of gate and up alternate. `part`: the part of a weight that this is. A part of a
-        split weight gets the codes that it has in the whole weight.
+        `interleaved`: rows of gate and up alternate. `part`: the process's part, if `weight` is only a part.
+        The part of a split weight gets the codes that it would have in the whole weight.
         """
         moments = self._moments(name, matrix)
         # Make no inference tensors, because these could not be loaded into or moved later.

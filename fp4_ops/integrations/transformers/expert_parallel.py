@@ -30,8 +30,8 @@ def register() -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             if not self.shares_batch and tp_mesh.size() > 1:
                 raise ValueError(
-                    "fp4: ep_implementation 'fp4' takes ep_size == tp_size, or tp_size 1; here the "
-                    f"processes of {ep_mesh.size()} experts' shares have {tp_mesh.size()} copies of each "
+                    "fp4: ep_implementation 'fp4' takes ep_size == tp_size, or tp_size 1; here "
+                    f"{ep_mesh.size()} processes share the experts, and {tp_mesh.size()} of them have each "
                     "batch. Use ep_implementation='all_to_all'"
                 )
             self.experts = experts
