@@ -96,8 +96,8 @@ def rewrite(
     fake_mode: FakeTensorMode,
     passes: PassLog | None = None,
 ) -> tuple[Rewritten | None, list[Site], list[Site]]:
-    """Rewrite `gm` in place; (None, sites, unrouted) if nothing was. `unrouted`: products that experts could
-    have, in which nothing shows that these are experts.
+    """Rewrite `gm` in place; (None, sites, unrouted) if nothing was. `unrouted`: products that could be
+    experts', although nothing shows that they are.
 
     Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
     """

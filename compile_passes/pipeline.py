@@ -165,7 +165,7 @@ def compile_graph(
     patches = {**inductor_patches(options), **({"freezing": False} if source.held else {})}
 
     def as_rewritten() -> Callable[..., Any]:
-        with torch.no_grad():  # what the graph itself says of gradients is not in an aten graph
+        with torch.no_grad():  # an aten graph has lost the switches of gradients that the model had
             compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
         return source.adapt(_runtime(compiled, rewritten.keep, rewritten.swaps, undo))
 

@@ -76,7 +76,7 @@ class Site:
     where: str
     """The line of the model that it comes from."""
     module: str = ""
-    """The path of the module whose code that is, such as model.layers.0.mlp."""
+    """The path of the module that runs that line, such as model.layers.0.mlp."""
     weights: tuple[str, ...] = ()
     """The parameters, as Dynamo names them."""
     shape: str = ""
@@ -93,7 +93,7 @@ class Site:
     gain: Gain | None = None
     """Estimate for the step that was traced. None if the model held the weights in 4 bits already."""
     change: str = ""
-    """Where there is a reason: the smallest change to the model that would help, or "none: " and why."""
+    """The smallest change to the model that would help, or "none: " and why no change would."""
 
     @property
     def rewritten(self) -> bool:

@@ -77,8 +77,8 @@ def _is_basic(index: Any) -> bool:
 
 def along(node: fx.Node, dim: int, sums: bool = False) -> list[tuple[fx.Node, int]]:
     """Return `node` and the nodes that its elements come from, each with the dimension that is `dim` of
-    `node`. For integers and booleans only being 0 or not matters. sums: also nodes that it sums over other
-    dimensions."""
+    `node`. For integers and booleans it only matters which elements are 0. sums: include nodes that are
+    summed over other dimensions."""
     steps = [(node, dim % example(node).dim())]
     while (before := _before(*steps[-1]) or (_summed(*steps[-1]) if sums else None)) is not None:
         steps.append(before)

@@ -122,7 +122,7 @@ class Pieces:
         return None
 
     def _routing(self, factor: Term) -> Term:
-        """Read a factor of hidden values as a weight of outputs."""
+        """Return a factor of the hidden values in the form in which factors of the outputs are read."""
         if isinstance(factor, Ref):
             read = self.reader.value(factor.node, 2)
             if len(read.dims) == len(factor.index) and all(len(dim) <= 1 for dim in read.dims):

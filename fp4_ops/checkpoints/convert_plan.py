@@ -45,7 +45,7 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are read from this step's own source file, without a partner's in another file."""
+        """Bytes that are read from this step's own source file. A partner in another file is not counted."""
         if self.names and not all(self.names):
             return self.reads[0][self.names.index("") ^ 1].nbytes
         return sum(info.nbytes for read in self.reads for info in read)
@@ -83,7 +83,7 @@ class Plan:
             raise CheckpointError(
                 f"fp4: {folder.path}, a {family}, has no expert weights (...experts.N.gate_proj.weight and "
                 "the like, or ...experts.gate_up_proj)"
-                + f", which {other} is none of"
+                + f", and {other} has no such name"
                 * bool(other)
                 + ": nothing was written. If it is a Mixture of Experts, load it and compile it with "
                 "torch.compile(model, backend='fp4')"

@@ -100,15 +100,19 @@ def run(
 
     Rows without an expert become zeros; with `leaves_rest` they are not written.
 
-    x [M, kp] in the layout's order with x_scale [M]: e4m3, and the weights are folded into e4m3; or fp16 as
-    rows.to_half makes it, and the weights are exact. With a weight in layout mma_bf16 x [M, K] is bfloat16
-    (or, with `_sm80.so`, fp16) in plain order, 16-byte aligned (x_scale may be None: ones), and the weights
-    are exact; or int8 [M, kp] with x_scale [kp / 128, M], and the weights are rounded to int8.
+    The forms of x, and what becomes of the weights:
+
+    - e4m3 [M, kp] in the layout's order, with x_scale [M]. Weights are folded into e4m3.
+    - fp16 [M, kp] in the layout's order, from rows.to_half, with x_scale [M]. Weights are exact.
+    - In layout mma_bf16: bfloat16 (with `_sm80.so` also fp16) [M, K] in plain order, 16-byte aligned. x_scale
+      may be None, which means ones. Weights are exact.
+    - In layout mma_bf16: int8 [M, kp] with x_scale [kp / 128, M]. Weights are rounded to int8.
+
     `rows`: M, or the rows of each group where masked.
     `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and
-    `gates` says whether the kernels know the activation. `early`: of what it reads, the kernel launched
-    before this one makes x and x_scale at most, and those before had ended when that one began: weights may
-    be fetched before it ends. `config`: the index of a candidate.
+    `gates` says whether the kernels know the activation. `config`: the index of a candidate.
+    `early`: weights may be fetched before the previous kernel ends. Of all that this kernel reads, the
+    previous one may then write only x and x_scale, and all earlier kernels must have ended when it began.
     """
     of_rows = {torch.float16: "fp16" if w.bf16 else "half", torch.bfloat16: "bf16", torch.int8: "int8"}
     kernel = for_block(of_rows.get(x.dtype, "w4a8"), w.block)
@@ -155,9 +159,9 @@ def choose(
 ) -> Choice:
     """Returns the choice of CHOOSE on a GPU of `sms` SMs. The arguments are as for `run` and `candidates`.
 
-    The choice is a candidate, its seconds by the launcher's model, the number of tiles left over full waves
-    below which all SMs share them (0: never), the tokens of a tile of a dense product (0: as for any group),
-    and whether SMs claim tiles.
+    The choice is a candidate, its seconds by the launcher's model, a number of tiles, the tokens of a tile of
+    a dense product (0: as for any group), and whether SMs claim tiles. If fewer than that number of tiles
+    remain after the full waves, all SMs share them (0: never).
     """
     return choose_of(library(), MODES[routing], groups, rows, n, kp, sms, kernel, config)
 

@@ -1,7 +1,7 @@
 """`fp4::moe_ep` and `fp4::all_reduce`: `fp4::moe` between torch.distributed's collectives.
 
-What ranks add is added in float32, and rounded once to the result's dtype. Where the group's ranks have a
-workspace (NVLink) kernels carry the exchange, and each rank's part is rounded to that dtype before.
+Sums over ranks are computed in float32 and rounded once to the result's dtype. If the group's ranks have a
+workspace (NVLink), kernels carry the exchange. Each rank's part is then rounded to that dtype before the sum.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def moe_ep(
 ) -> Tensor:  # fmt: skip
     """out[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), experts spread over the ranks.
 
-    num_experts: E, of all ranks; w13 and w2 are those of this rank (`own_experts`).
-    topk_ids: of all, in [0, E).
-    tokens: "same" where all ranks have the same x, ids and weights; "own" where each has its own, T >= 0.
-    max_tokens: the most that a rank has, the same number on each; None: the ranks tell each other first.
+    num_experts: E, the number of experts on all ranks. w13 and w2 hold only this rank's (`own_experts`).
+    topk_ids: numbers among all experts, in [0, E).
+    tokens: "same" if all ranks have the same x, ids and weights; "own" if each has its own, T >= 0.
+    max_tokens: the most tokens that any rank has. It must be the same on all ranks. None: the ranks exchange
+        their numbers of tokens first.
     """
     experts = group_checks.check_moe_ep(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,

@@ -26,8 +26,8 @@ class ArrivingExperts:
     `parameters` lists the weights that it packs. Experts that are modules, that processes share, or that
     transformers ties by their names are not among them: `pack_experts` packs these once all have arrived.
 
-    shared: parameters that transformers ties. same: names of experts modules to the first one with the same
-    weights. These are packed once, when the first of their names arrives.
+    shared: parameters that transformers ties. same: maps the name of an experts module to the
+    first one with the same weights. These are packed once, when the first of their names arrives.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ def find_outside(
     """Find the layers of the kinds that `wanted` gives a format, and check their weights.
 
     Raises ValueError for a format that does not exist, for a kind without layers in the model, for weights
-    that cannot be packed, and if gradients would have to pass. The model is unchanged.
+    that cannot be packed, and if gradients would have to pass through these layers. The model is unchanged.
     """
     formats = chosen_formats(wanted)
     check_gradients(formats, trainable_inputs)

@@ -14,8 +14,8 @@ from ...checkpoints.fold import cat
 from ...meta.formats import FORMATS
 
 LEAST = 32
-"""A process gets a multiple of this many columns, because the layouts of GPUs need it; or of a block, if that
-is longer.
+"""A process gets a multiple of this many columns, because the layouts of GPUs need it. If a block of the
+format is longer, it gets a multiple of a block.
 """
 
 
