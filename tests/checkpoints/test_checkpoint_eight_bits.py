@@ -71,6 +71,7 @@ KINDS = ["one", "one an expert", "an expert, kept", "one a row", "one a column"]
 SAVED_STACKED = ("llama4_text", "gpt_oss")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", ["nvfp4", pytest.param("int4_g32", marks=pytest.mark.more)])
 @pytest.mark.parametrize("name", SAVED_STACKED)
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ MIXED = [
 
 
 @HOW
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("maker", "kind"), MIXED)
 def test_mixed_precision(maker, kind, how, registered, tmp_path):
     original, four, eight = write_mixed(tmp_path, maker, kind)

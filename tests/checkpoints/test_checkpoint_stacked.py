@@ -34,6 +34,7 @@ from fp4_ops.integrations.transformers.quantizer import FP4HfQuantizer
 
 
 @HOW
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dialect", [*CONFIGS])
 @pytest.mark.parametrize("name", [
     *STACKED, *OWN_CODE[:2], *(pytest.param(f, marks=pytest.mark.more) for f in (*OWN_CODE[2:], *OTHERS)),

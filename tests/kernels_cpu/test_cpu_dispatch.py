@@ -147,7 +147,7 @@ def run(capability: str, *arguments: str) -> subprocess.CompletedProcess:
     return forks.run([*arguments], env)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels(capability) -> None:
     """All cases in one test: as tests of their own, several workers would start the process again."""

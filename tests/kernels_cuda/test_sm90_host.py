@@ -286,6 +286,7 @@ def test_every_block_of_a_row_is_taken_once(host, rows):
         )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps", [1, 2, 4, 6, 7, 16, 23, 56, 112])
 @pytest.mark.parametrize("blocks", [1, 66, 132])
 @pytest.mark.parametrize("share_below", [0, 50, 132])

@@ -105,6 +105,7 @@ def test_compiled():
     assert "fp4::moe_slots" in report and "slots for 8 experts in each of 1 layers" in report
 
 
+@pytest.mark.more
 @pytest.mark.slow
 def test_a_block_compiled_by_inductor():
     """The generated code calls the operator, for any number of tokens."""

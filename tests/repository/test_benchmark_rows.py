@@ -220,6 +220,7 @@ def test_rows_of_humming(no_gpu, monkeypatch):
     monkeypatch.delitem(sys.modules, "h200_humming")
 
 
+@pytest.mark.more
 def test_rows_of_marlin(no_gpu, monkeypatch):
     """Ours on the CPU beside exact products in place of Marlin's: what both compute is compared."""
     module, marlin = imported("mma_marlin"), imported("marlin")
@@ -353,6 +354,7 @@ def test_rows_of_cpu_layer(monkeypatch):
     assert len(layer) == 2 * 6 and sum(r["speedup"] is not None for r in layer) == 2 * 3
 
 
+@pytest.mark.more
 def test_rows_of_cpu_step(monkeypatch):
     module = imported("cpu_step")
     small = {"hidden_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
@@ -366,6 +368,7 @@ def test_rows_of_cpu_step(monkeypatch):
     assert experts["gb"] > whole["gb"] > 0
 
 
+@pytest.mark.more
 def test_rows_of_adapters():
     rows = first_rows("adapters", ["--tiny", "--layers", "1", "--tokens", "32", "--rounds", "1"])
     assert rows[0]["relative_error"] < 1e-4 and rows[1]["variant"] == "bf16"
@@ -434,6 +437,7 @@ def test_rows_of_profile(monkeypatch, events):
     assert found[0]["between"] == "a 0 .. b 0" and found[0]["us"] == pytest.approx(1.0)
 
 
+@pytest.mark.more
 def test_rows_of_generate(no_gpu, monkeypatch):
     module = imported("h200_generate")
 

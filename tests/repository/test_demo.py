@@ -50,6 +50,7 @@ def test_it_predicts_unseen_code_almost_as_well_in_4_bits():
         assert sizes[format][0] < 0.4 * sizes["bf16"][0] and sizes[format][1] < 0.29 * sizes["bf16"][1]
 
 
+@pytest.mark.more
 @torch.no_grad()
 def test_the_demo_measures_samples_and_prints(capsys):
     module = demo()

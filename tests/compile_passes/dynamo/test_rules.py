@@ -140,7 +140,7 @@ class InALoop(HitsByItem):
         return super().experts_of(x, ids, weights)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("owner", "name"),
     [

@@ -85,7 +85,7 @@ def test_every_style(name):
     check_graphs(check(STYLES[name](experts=3), operator_of(name), SEVERAL), name)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("name", EACH_KIND_FIRST)
 def test_every_style_for_one_token_and_captured_both_ways(monkeypatch, name):
     both = Both(monkeypatch)
