@@ -158,6 +158,7 @@ def bf16_twin(folder: Path, out: Path, values: dict[str, Tensor]) -> None:
 EIGHT = ["deepseek", "modelopt", "compressed-tensors", "stacked gpt_oss"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("method", ["gptq", pytest.param("weighted", marks=pytest.mark.more)])
 @pytest.mark.parametrize("kind", EIGHT)
 def test_calibrated_as_a_folder_in_bf16_is(kind, method, tmp_path):

@@ -77,6 +77,7 @@ def write_folder(path, model, stored: dict, dtype: torch.dtype = torch.bfloat16)
     return values
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", SCALE_DTYPES)
 @pytest.mark.parametrize("kind", STORED)
 def test_int4_stays_what_it_is(kind, dtype, tmp_path):
@@ -133,6 +134,7 @@ def test_groups_of_several_blocks(tmp_path):
     )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("kind", STORED)
 def test_int4_is_quantised_anew_when_asked(kind, format, tmp_path):

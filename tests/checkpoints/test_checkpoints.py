@@ -443,6 +443,7 @@ def test_dialects_are_not_guessed_from_tensors(tmp_path):
 # --- saving ---
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_prepared_model_is_saved_and_loaded(family, format, tmp_path):

@@ -361,7 +361,7 @@ EPILOGUES += [(DRAWN[0], "mxfp4", "a_factor"), *(more(i, "mxfp4", "a_factor") fo
 EPILOGUES += [more(i, "nvfp4", "plain") for i in DRAWN]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(12)
 @compiles
 @pytest.mark.skipif(not nvidia_tool("ptxas").exists(), reason="this Triton has no ptxas")
 @pytest.mark.parametrize("index, kind, epilogue", EPILOGUES)

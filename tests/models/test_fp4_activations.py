@@ -78,6 +78,7 @@ def test_blocks_and_single_products(form, format):
 
 
 @torch.no_grad()
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", FORMATS)
 def test_prepare_and_what_it_saves(format, tmp_path):
     """The backend quantises so, the prepared model, and what is loaded again. Numbers are close only: what

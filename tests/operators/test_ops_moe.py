@@ -98,7 +98,7 @@ def layout(request, device) -> str:
     return request.param
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("a_format", NEIGHBOUR)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("format", KERNEL_FORMATS)

@@ -441,6 +441,7 @@ def test_calibration_is_the_weighted_second_moment(family):
             assert torch.allclose(diagonal.get(experts.name, matrix)[e], got.diagonal(), rtol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("format", ("nvfp4", "int4", "int4_g32"))
 @pytest.mark.parametrize("method", ("search", "gptq"))
 @pytest.mark.parametrize("family", ("qwen3_moe", "gpt_oss"))

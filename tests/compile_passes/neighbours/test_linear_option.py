@@ -53,6 +53,7 @@ def test_int8_activations():
     assert 1e-3 < relative_error(got, plain) < 0.2
 
 
+@pytest.mark.more
 def test_shared_experts_beside_routed_ones():
     model = build("deepseek_v3", torch.float32, "grouped_mm")
     recorder = Recorder(linear=True, activation="bf16")

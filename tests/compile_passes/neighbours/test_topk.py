@@ -188,6 +188,7 @@ def test_a_prepared_model(monkeypatch):
     assert not any(site.weights for site in frame.sites)
 
 
+@pytest.mark.more
 def test_a_prepared_model_generates_with_a_static_cache():
     """As many compilations as without `prepare`: decode, and at most one more."""
     model = build("mixtral", torch.float32, "grouped_mm")

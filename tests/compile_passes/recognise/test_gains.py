@@ -51,7 +51,7 @@ class Stacked(StackedStyle):
         return out
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("cls", "reason"), [(OneHasNone, "gains"), (OfTheNextExpert, ""), (OfTheRow, None), (Stacked, "")]
 )

@@ -79,7 +79,7 @@ def operator_of(name: str) -> str:
     return PAIR if "vector of each" in name or "F.glu" in name else MOE
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_style(name):
     check_graphs(check(STYLES[name](experts=3), operator_of(name), SEVERAL), name)
@@ -169,7 +169,7 @@ ACTIVATIONS_AND_BIASES = [(name, True) for name in BIASED]
 ACTIVATIONS_AND_BIASES += [more(name, False) if name in BIASED else (name, False) for name in ACTIVATIONS]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(("name", "bias"), ACTIVATIONS_AND_BIASES)
 def test_activations_and_biases(name, bias):
     act, gated, op = ACTIVATIONS[name]

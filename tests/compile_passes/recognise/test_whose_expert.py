@@ -29,7 +29,7 @@ MASKS = {
     "times": lambda w, away: w * ~away,
     "where": lambda w, away: torch.where(away, 0.0, w),
 }
-SHOWN = [("ids // n", "masked_fill"), ("shift", "masked_fill"), ("table", "times")]
+SHOWN = [("ids // n", "masked_fill"), ("table", "times")]
 
 
 class Spread(HitLoop):
