@@ -11,6 +11,7 @@ import json
 import os
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fp4_ops
 from fp4_ops.experts.find import is_experts
 from fp4_ops.integrations.transformers.quantizer import FP4Config
+
+without_inductor = mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, *_, **__: gm.forward)
+"""Runs the graphs that Inductor would compile: one situation here shows that it compiles them."""
 
 
 def prepared(seed: int = 0) -> Any:
@@ -166,6 +170,7 @@ def an_fp4_tensor_that_is_split():
 
 
 @situation
+@without_inductor
 def the_backend_with_sharded_experts():
     """Experts in plain PyTorch, one tensor of them split: what the backend leaves alone stays right."""
     mesh = init_device_mesh("cpu", (2,))
@@ -239,6 +244,7 @@ def the_backend_sees_through_to_local():
 
 
 @situation
+@without_inductor
 def the_backend_where_a_part_is_read_otherwise_too():
     model = LocalExperts(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), also=True)
     x = torch.randn(6, 64)
