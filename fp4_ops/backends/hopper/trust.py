@@ -1,7 +1,6 @@
 """Decides whether the products of a decoding step may become fp4::linears on this GPU.
 
-Only the version of the kernel before the last one was tested on an H100. So the first use of the kernel is
-checked (first_use.py).
+The first use of the kernel on a GPU is checked (first_use.py).
 """
 
 from __future__ import annotations
@@ -18,28 +17,29 @@ from ...runtime.oracle import relative_error
 BOUND = 4e-3
 """Bound of the error of bfloat16 results against float64."""
 K, EPS = 2048, 1e-6
+ROWS = (1, 8, 16)
+"""Most rows of each of the kernel's forms that a step uses, and one row."""
 
 
 def linears_error() -> float:
-    """Returns the largest error of fp4::linears with one row: a norm with three products, and a product with
-    a residual.
+    """Returns the largest error of fp4::linears: a norm with three products, and a product with a residual.
 
     It is infinite if the operator does not run.
     """
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            return max(_error(dtype, "cuda") for dtype in (torch.bfloat16, torch.float16))
+            return max(_error(dtype, "cuda", n) for dtype in (torch.bfloat16, torch.float16) for n in ROWS)
         except RuntimeError as error:
             logging.getLogger("fp4_ops").warning("fp4: fp4::linears does not run: %s", error)
             return float("inf")
 
 
-def _error(dtype: torch.dtype, device: str) -> float:
+def _error(dtype: torch.dtype, device: str, rows: int) -> float:
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
-    x, scale, residual = draw(1, K), draw(K), draw(1, 512)
+    x, scale, residual = draw(rows, K), draw(K), draw(rows, 512)
     weights = [draw(n, K) / 32 for n in (4096, 512, 128)]
     got = torch.ops.fp4.linears(x, weights, [None] * 3, scale, EPS, None, keep_norm=True)
     got += torch.ops.fp4.linears(x, weights[1:2], [None], None, 0.0, residual, early=True)

@@ -57,7 +57,7 @@ def test_a_kernel_whose_first_use_is_wrong_is_not_used(hopper, error, right, cap
 
 def test_the_check_finds_what_is_wrong(monkeypatch):
     """By torch's operations, which serve a CPU; then with a result that has a wrong element in a hundred."""
-    assert trust._error(BF16, "cpu") < trust.BOUND
+    assert max(trust._error(BF16, "cpu", rows) for rows in trust.ROWS) < trust.BOUND
 
     def wrong(*args, **options):
         made = right(*args, **options)
@@ -66,12 +66,12 @@ def test_the_check_finds_what_is_wrong(monkeypatch):
 
     right = torch.ops.fp4.linears
     monkeypatch.setattr(torch.ops.fp4, "linears", wrong)
-    assert trust._error(BF16, "cpu") > 10 * trust.BOUND
+    assert trust._error(BF16, "cpu", 1) > 10 * trust.BOUND
 
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    """The pass rewrites one row on a GPU alone; here up to 8 rows, and the CPU stands for a GPU."""
+    """Up to 8 rows are rewritten here, and the CPU stands for a GPU."""
     monkeypatch.setattr(linears, "runs", lambda *_: True)
     monkeypatch.setattr(linears, "MAX_ROWS", 8)
 
@@ -274,11 +274,12 @@ def test_many_rows_stay(device, shape):
     assert not run(Attention().to(device, BF16), draw(device, *shape)).calls("linears")
 
 
-def test_one_row_is_rewritten_and_two_stay(device, monkeypatch):
+def test_the_most_rows_are_those_whose_kernels_are_checked(device, monkeypatch):
+    assert max(trust.ROWS) == MOST
     monkeypatch.setattr(linears, "MAX_ROWS", MOST)
     module = Attention().to(device, BF16)
-    assert len(run(module, draw(device, 1, 1, K)).calls("linears")) == 3
-    assert not run(module, draw(device, 2, 1, K)).calls("linears")
+    assert len(run(module, draw(device, MOST, 1, K)).calls("linears")) == 3
+    assert not run(module, draw(device, MOST + 1, 1, K)).calls("linears")
 
 
 def test_rows_of_a_symbolic_number_stay(device):
