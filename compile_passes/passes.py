@@ -38,6 +38,8 @@ from .recognise.search import Search
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
 from .report import Site, each_told_once, left_alone
+from .step.cache import write_caches
+from .step.counters import write_counters
 from .step.linears import write_linears
 from .trace.capture import mutated_inputs
 from .weights.facts import Facts, note_decoded, written_before, written_to
@@ -344,8 +346,10 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass(
         "step_linears",
         lambda s: s.also.extend(write_linears(s.gm.graph, s.facts.fixed - s.facts.mutated)),
-        when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its kernel is for one row
+        when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its sums depend on the rows
     ),
+    Pass("caches", lambda s: s.also.extend(write_caches(s.gm.graph)), when=_has_operators),
+    Pass("counters", lambda s: s.also.extend(write_counters(s.gm.graph)), when=_has_operators),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass("strides", lambda s: allow_any_strides(s.gm), when=lambda s: s.rewritten is not None),
 )

@@ -1,4 +1,5 @@
-// Every operator schema of fp4_ops, in one place. All are functional: no argument is ever mutated.
+// Every operator schema of fp4_ops, in one place. All but update_cache are functional: they change no
+// argument.
 //
 // Shapes: a [M, K] activations, b [G, N, K/2] (or [N, K/2]) packed weights, b_scale [G, N, ceil(K/block)],
 // b_global_scale float32 [G] (or []). `format` names the weight format, `layout` the order of the bytes
@@ -73,6 +74,9 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   m.def(
       "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight, float eps, "
       "Tensor? residual, *, bool early=False, bool keep_norm=False) -> Tensor[]");
+  m.def(
+      "update_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, "
+      "float eps, Tensor(a!) keys, Tensor(b!) values, Tensor start) -> Tensor");
   m.def(
       "top_experts(Tensor logits, int k, *, bool softmax=False, bool normalize=False, "
       "ScalarType? out_dtype=None) -> (Tensor, Tensor)");

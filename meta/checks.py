@@ -651,6 +651,56 @@ def check_linear(
         check_shape("residual", residual, (*leading(x, -1), weight.shape[0]))
 
 
+def check_update_cache(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: torch.Tensor,
+) -> None:
+    check_dtype("q", q, FLOATING)
+    check_dim("q", q, 4)
+    check(q.shape[3] % 2 == 0, lambda: f"q has heads of size {q.shape[3]}; it must be a multiple of 2")
+    check_like("k", k, "q", q)
+    check_dim("k", k, 4)
+    check_shape("k", k, (q.shape[0], q.shape[1], k.shape[2], q.shape[3]))
+    check_like("v", v, "q", q)
+    check_dim("v", v, 4)
+    check_shape("v", v, (q.shape[0], q.shape[1], k.shape[2], v.shape[3]))
+    check_like("cos", cos, "q", q)
+    check_dim("cos", cos, 3)
+    check(
+        cos.shape[0] == 1 or cos.shape[0] == q.shape[0],
+        lambda: f"cos has {cos.shape[0]} sequences; it must have 1 or {q.shape[0]}, as many as q",
+    )
+    check_shape("cos", cos, (cos.shape[0], q.shape[1], q.shape[3]))
+    check_like("sin", sin, "q", q)
+    check_shape("sin", sin, (cos.shape[0], q.shape[1], q.shape[3]))
+    if q_norm is not None:
+        check_like("q_norm", q_norm, "q", q)
+        check_shape("q_norm", q_norm, (q.shape[3],))
+    if k_norm is not None:
+        check_like("k_norm", k_norm, "q", q)
+        check_shape("k_norm", k_norm, (q.shape[3],))
+    check_like("keys", keys, "q", q)
+    check_dim("keys", keys, 4)
+    check_shape("keys", keys, (q.shape[0], k.shape[2], keys.shape[2], q.shape[3]))
+    check_like("values", values, "q", q)
+    check_dim("values", values, 4)
+    check_shape("values", values, (q.shape[0], k.shape[2], keys.shape[2], v.shape[3]))
+    check(
+        q.shape[1] <= keys.shape[2],
+        lambda: f"q has {q.shape[1]} tokens; keys has room for {keys.shape[2]}",
+    )
+    check_dtype("start", start, INDEX)
+    check_dim("start", start, 0)
+
+
 def check_top_experts(logits: torch.Tensor, k: int, out_dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of the weights."""
     check_dtype("logits", logits, FLOATING)

@@ -189,6 +189,12 @@ def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep
 
 
 @_fake
+def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
+    checks.check_update_cache(q, k, v, cos, sin, q_norm, k_norm, keys, values, start)
+    return q.new_empty(q.shape)
+
+
+@_fake
 def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):
     dtype = checks.check_top_experts(logits, k, out_dtype)
     shape = (*logits.shape[:-1], k)

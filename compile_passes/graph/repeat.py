@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import ASSERTIONS, arguments, aten, behind, is_op, is_pure, value
+from .nodes import ASSERTIONS, arguments, aten, behind, is_op, is_pure, item, value
 
 # These operators overwrite some places. The arguments listed say which places.
 _PLACES = {
@@ -23,6 +23,7 @@ _PLACES = {
     aten.select_scatter: ("dim", "index"),
     aten.scatter: ("dim", "index"),
 }
+_UPDATE_CACHE = torch.ops.fp4.update_cache.default
 Undo = tuple[tuple[int, int], ...]
 """(input, number) pairs: the graph adds the number to that input in place. The addition is undone before a
 second run."""
@@ -48,10 +49,13 @@ def undo_of(graph: fx.Graph, packed: int) -> Undo | None:
             target, new = n.args[:2]
             if not (isinstance(target, fx.Node) and target.op == "placeholder" and isinstance(new, fx.Node)):
                 return None
-            added = _added(target, new)
+            added = added_number(target, new)
             if added is not None:
                 undo.append((inputs.index(target), added))
             elif not _overwrites(n, target, new, weights):
+                return None
+        elif n.target is _UPDATE_CACHE:
+            if not _updates_unread(n, weights):
                 return None
         elif not _leaves_nothing_behind(n):
             return None
@@ -64,14 +68,26 @@ def _leaves_nothing_behind(n: fx.Node) -> bool:
     return is_op(n, *ASSERTIONS) or is_pure(n)
 
 
-def _added(target: fx.Node, new: fx.Node) -> int | None:
+def added_number(target: fx.Node, new: fx.Node) -> int | None:
     """Return the number that `target.copy_(target + number)` adds to an input of integers."""
-    if new.target is not aten.add.Tensor or new.args[0] is not target or new.kwargs:
+    self, number = _sum(new)
+    if self is not target:
         return None
-    number, (was, now) = new.args[1], (value(target), value(new))
+    was, now = value(target), value(new)
     alike = was.dtype in _INTEGERS and now.dtype == was.dtype and now.shape == was.shape
     written_once = sum(is_op(u, aten.copy_) for u in target.users) == 1
     return number if type(number) is int and alike and written_once else None
+
+
+def _sum(node: fx.Node) -> tuple[Any, Any]:
+    """Return the operands of a sum of a tensor and a number, which may be one of several of an operator."""
+    if node.target is aten.add.Tensor and not node.kwargs:
+        return node.args[0], node.args[1]
+    found = item(node)
+    if found is not None and found[0].target is aten._foreach_add.Scalar:
+        a = arguments(found[0])
+        return a["self"][found[1]], a["scalar"]
+    return None, None
 
 
 def _overwrites(write: fx.Node, target: fx.Node, new: fx.Node, weights: set[fx.Node]) -> bool:
@@ -89,6 +105,20 @@ def _overwrites(write: fx.Node, target: fx.Node, new: fx.Node, weights: set[fx.N
         return False
     names = next(names for write, names in _PLACES.items() if is_op(new, write))
     return weights.isdisjoint(behind(*_nodes([given[name] for name in names])))
+
+
+def _updates_unread(update: fx.Node, weights: set[fx.Node]) -> bool:
+    """Return whether a second run overwrites what this operator has written, and nothing reads it before."""
+    a = arguments(update)
+    caches = {a["keys"], a["values"]}
+    if any(cache.op != "placeholder" for cache in caches) or not weights.isdisjoint(behind(a["start"])):
+        return False
+    later = set()
+    node = update
+    while node.op != "output":
+        node = node.next
+        later.add(node)
+    return all(user in later for cache in caches for user in cache.users if user is not update)
 
 
 def _nodes(args: Any) -> set[fx.Node]:

@@ -96,6 +96,7 @@ Kernels load(const std::string& path) {
   };
   look_for(k.linears, "fp4_kernel_linears");
   look_for(k.top_experts, "fp4_kernel_top_experts");
+  look_for(k.update_cache, "fp4_kernel_update_cache");
   look_for(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");
   return k;
 }

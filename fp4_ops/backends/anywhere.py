@@ -132,6 +132,12 @@ def from_masked(a, masked_m, m):
     return _by_cpu("from_masked", a, masked_m, m)
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    values = x.float()
+    values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * values.to(x.dtype)
+
+
 def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False):
     """Multiplies x by each weight, with the operators that a model uses. If norm_weight is given, x is normed
     first.
@@ -139,15 +145,29 @@ def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep
     checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm)
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)
-    rows = x
-    if norm_weight is not None:
-        values = x.float()
-        values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
-        rows = norm_weight * values.to(x.dtype)
+    rows = x if norm_weight is None else _normed(x, norm_weight, eps)
     made = [F.linear(rows, weight, bias).contiguous() for weight, bias in zip(weights, biases)]
     if residual is not None:
         made = [residual + y for y in made]
     return [*made, rows.contiguous()] if keep_norm else made
+
+
+def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
+    """Rotates the heads of q and k, with the operators that a model uses, and writes k and v to a cache. If a
+    norm's weight is given, the heads are normed first. Returns q.
+    """
+    checks.check_update_cache(q, k, v, cos, sin, q_norm, k_norm, keys, values, start)
+
+    def rotated(x, norm_weight):
+        if norm_weight is not None:
+            x = _normed(x, norm_weight, eps)
+        low, high = x.chunk(2, dim=-1)
+        return x * cos.unsqueeze(2) + torch.cat((-high, low), -1) * sin.unsqueeze(2)
+
+    places = torch.arange(q.shape[1], device=q.device) + start
+    keys.index_copy_(2, places, rotated(k, k_norm).transpose(1, 2))
+    values.index_copy_(2, places, v.transpose(1, 2))
+    return rotated(q, q_norm).clone(memory_format=torch.contiguous_format)
 
 
 def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):

@@ -54,6 +54,8 @@ topk: # ms, # -> # nodes
 attention: # ms, # -> # nodes
 sums: # ms, # -> # nodes
 step_linears: # ms, # -> # nodes
+caches: # ms, # -> # nodes
+counters: # ms, # -> # nodes
 inputs: # ms, # -> # nodes
 strides: # ms, # -> # nodes""",
         )

@@ -193,6 +193,22 @@ def _top_experts(rng, device):
     return (logits, rng.randint(1, min(experts, 8))), {**options, "out_dtype": rng.choice((None, *FLOATS))}
 
 
+def _update_cache(rng, device):
+    dtype, size, tokens = rng.choice(FLOATS), rng.choice((2, 64, 128)), rng.randint(1, 3)
+    sequences, heads, length = rng.randint(1, 3), rng.randint(1, 2), tokens + rng.randint(0, 4)
+
+    def random(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    q, k, v = (random(sequences, tokens, n * heads, size) for n in (2, 1, 1))
+    angles = [random(rng.choice((1, sequences)), tokens, size)]
+    angles.append(random(*angles[0].shape))
+    norms = [rng.choice((None, random(size))) for _ in range(2)]
+    caches = [random(sequences, heads, length, size) for _ in range(2)]
+    start = torch.tensor(rng.randint(0, length - tokens), device=device)
+    return (q, k, v, *angles, *norms, 1e-6, *caches, start), {}
+
+
 def _quantize(rng, device):
     x, format = _x(rng, device), rng.choice(FORMATS)
     given = format == "nvfp4" and rng.random() < 0.3
@@ -257,6 +273,7 @@ SAMPLES = {
     "moe_input_grads": _moe_input_grads,
     "linears": _linears,
     "top_experts": _top_experts,
+    "update_cache": _update_cache,
     "moe_ep": _moe_ep,
     "all_reduce": lambda rng, device: ((_x(rng, device),), {"group_name": alone()}),
     "offs_to_m_indices": lambda rng, device: ((_offs(rng, rng.randint(1, 4), 9, device), 9), {}),

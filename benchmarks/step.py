@@ -1,0 +1,235 @@
+"""A whole decoding step on one GPU: Qwen3-30B-A3B, all 48 layers, against Inductor's step of the bf16 model.
+
+    python benchmarks/step.py [--layers 48] [--batches 1,8,64] [--contexts 100,1000] [--variants fp4,stock]
+
+Random weights; the layers hold equal numbers in memory of their own. The static cache has room for `context`
+tokens and holds prompts. A step takes a token of each sequence, and ends in the next one (argmax); it is one
+CUDA graph. Its time is the median of 40 replays, which fill the cache. Each case has a process: the cases
+compile at the same time, and are timed one after another.
+
+First a compiled step's logits are compared with those of the same model, uncompiled. Experts are chosen by
+numbers that are rounded, so a model of many layers with random weights differs by more than rounding.
+`noise` says by how much: the uncompiled model, with each number of its cache rounded once more.
+
+    fp4      fp4_ops.prepare(model, "nvfp4"), torch.compile(model, backend="fp4")
+    stock    the bf16 model, torch.compile(model)
+
+`--kernels` also yields each kernel's time in a step. A kernel may begin while it waits for the one before it,
+so these times add up to more than the step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import itertools
+import multiprocessing
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import record
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
+
+import fp4_ops
+
+DEVICE = "cuda"
+STEPS, SKIP, PROFILED = 40, 8, 5
+SIZES = dict(
+    hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+    num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, vocab_size=151936,
+    pad_token_id=0, eos_token_id=None, bos_token_id=None,
+)  # fmt: skip
+PROMPTS = 4
+"""Different prompts in a batch."""
+
+
+@dataclass(frozen=True)
+class Case:
+    variant: str
+    layers: int
+    batch: int
+    context: int
+
+
+def new_model(layers: int, packed: bool) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, dtype=torch.bfloat16)
+    with torch.device(DEVICE):
+        torch.set_default_dtype(torch.bfloat16)
+        model = Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+        torch.set_default_dtype(torch.float32)
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            torch.nn.init.normal_(p, 1.0, 0.1)
+    if packed:
+        fp4_ops.prepare(model, "nvfp4")
+    stack = model.model.layers
+    for i in range(1, layers):
+        layer = copy.deepcopy(stack[0])
+        layer.self_attn.layer_idx = i
+        stack.append(layer)
+    model.config.num_hidden_layers = layers
+    return model
+
+
+def relative(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got.float() - want).norm() / want.norm()).item()
+
+
+class Step:
+    """A compiled step of a model, as a CUDA graph."""
+
+    def __init__(self, case: Case, backend: str, options: dict[str, Any] | None = None) -> None:
+        self.model = new_model(case.layers, backend != "inductor")
+        length = -(-(case.context + 1) // 8) * 8
+        self.begin = length - STEPS - SKIP - PROFILED - 2
+        self.cache = StaticCache(config=self.model.config, max_cache_len=length)
+        self.token = self.tokens(case.batch, 1)
+        self.fill(min(case.batch, PROMPTS), length)
+        want = self.logits(self.model).float()
+        kept = [(t, t.clone()) for layer in self.cache.layers for t in (layer.keys, layer.values)]
+        for t, _ in kept:
+            t.mul_(1 + torch.randn_like(t) / 512)
+        self.noise = relative(self.logits(self.model), want)
+        for t, old in kept:
+            t.copy_(old)
+        del kept
+        start = time.perf_counter()
+        compiled = torch.compile(self.model, backend=backend, options=options)
+        self.error = relative(self.logits(compiled), want)
+        self.compile_s = time.perf_counter() - start
+        assert self.error < 4 * self.noise + 1e-2, f"{case}: {self.error:.2e}, noise {self.noise:.2e}"
+        for _ in range(2):
+            self.logits(compiled)
+        self.rewind()
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            logits = compiled(self.token, past_key_values=self.cache, logits_to_keep=1).logits
+            self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
+
+    def tokens(self, *shape: int) -> torch.Tensor:
+        return torch.randint(1, SIZES["vocab_size"], shape, device=DEVICE)
+
+    def fill(self, prompts: int, length: int) -> None:
+        """Fills the cache with a few prompts; sequences share them."""
+        few = StaticCache(config=self.model.config, max_cache_len=length)
+        self.model(self.tokens(prompts, length), past_key_values=few, logits_to_keep=1)
+        self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
+        which = torch.arange(len(self.token), device=DEVICE) % prompts
+        for layer, filled in zip(self.cache.layers, few.layers, strict=True):
+            layer.keys.copy_(filled.keys[which])
+            layer.values.copy_(filled.values[which])
+
+    def rewind(self) -> None:
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.begin)
+
+    def logits(self, model) -> torch.Tensor:
+        self.rewind()
+        return model(self.token, past_key_values=self.cache, logits_to_keep=1).logits
+
+    def ms(self) -> float:
+        self.rewind()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + SKIP + 1)]
+        for event in events[:-1]:
+            event.record()
+            self.graph.replay()
+        events[-1].record()
+        torch.cuda.synchronize()
+        return statistics.median([a.elapsed_time(b) for a, b in itertools.pairwise(events)][SKIP:])
+
+    def kernels(self) -> list[tuple[str, float, float]]:
+        """The name, calls a step, and microseconds a step of each kernel."""
+        self.rewind()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            for _ in range(PROFILED):
+                self.graph.replay()
+            torch.cuda.synchronize()
+        us: collections.Counter[str] = collections.Counter()
+        calls: collections.Counter[str] = collections.Counter()
+        for event in profile.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                us[event.name] += event.time_range.end - event.time_range.start
+                calls[event.name] += 1
+        return [(name, calls[name] / PROFILED, total / PROFILED) for name, total in us.most_common()]
+
+
+BACKENDS = {"fp4": "fp4", "stock": "inductor"}
+
+
+@torch.no_grad()
+def work(case: Case, parent: Connection, kernels: bool) -> None:
+    """Compiles a case, says so, and times it when it is told to."""
+    try:
+        step = Step(case, BACKENDS[case.variant])
+        parent.send(None)
+        parent.recv()
+        ms = step.ms()
+        names = asdict(case)
+        found: list[record.Row] = [
+            {"table": "step", **names, "ms": ms, "tokens_per_s": 1e3 * case.batch / ms, "error": step.error,
+             "noise": step.noise, "compile_s": step.compile_s, "gb": torch.cuda.memory_allocated() / 1e9}
+        ]  # fmt: skip
+        for name, calls, us in step.kernels() if kernels else ():
+            found.append({"table": "kernels", **names, "kernel": name[:120], "calls": calls, "us": us})
+        parent.send(found)
+    except Exception:
+        parent.send(traceback.format_exc())
+
+
+def run(
+    cases: list[Case], work: Callable[..., None], *args: Any, before: Callable[[], None] = lambda: None
+) -> Iterator[record.Row]:
+    """Starts a process for each case, and yields their rows. Calls `before` once all have compiled."""
+    context = multiprocessing.get_context("spawn")
+    ready: dict[Connection, Case] = {}
+    for case in cases:
+        mine, its = context.Pipe()
+        context.Process(target=work, args=(case, its, *args)).start()
+        its.close()
+        ready[mine] = case
+    waiting = list(ready)
+    while waiting:
+        for pipe in wait(waiting):
+            waiting.remove(pipe)
+            why = pipe.recv()
+            if why is not None:
+                print(f"{ready.pop(pipe)} failed: {why}", flush=True)
+    before()
+    for pipe, case in ready.items():
+        pipe.send(None)
+        found = pipe.recv()
+        if isinstance(found, str):
+            print(f"{case} failed: {found}", flush=True)
+        else:
+            yield from found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--batches", default="1,8,64")
+    parser.add_argument("--contexts", default="100,1000")
+    parser.add_argument("--variants", default="fp4")
+    parser.add_argument("--kernels", action="store_true")
+
+
+def rows(args: argparse.Namespace) -> Iterator[record.Row]:
+    cases = [
+        Case(variant, args.layers, int(batch), int(context))
+        for variant in args.variants.split(",")
+        for batch in args.batches.split(",")
+        for context in args.contexts.split(",")
+    ]
+    yield from run(cases, work, args.kernels)
+
+
+if __name__ == "__main__":
+    record.main(__doc__, add_arguments, rows)

@@ -1,0 +1,264 @@
+"""Rewrites what an attention layer does between its products and the attention itself to fp4::update_cache:
+the norms of queries and keys, their rotary position embedding, and the write of keys and values to a static
+cache.
+
+Inductor makes four kernels of this in a decoding step. Each is short and waits for the one before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...runtime import native
+from ..graph.nodes import (
+    arguments,
+    aten,
+    is_op,
+    is_tensor,
+    item,
+    passes_order,
+    same_shape,
+    shape,
+    static_int,
+    value,
+)
+from ..operands import integer, operand
+from .norm import Norm, NotRead, read_norm
+
+fp4 = torch.ops.fp4
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (64, 128, 256)
+MAX_TOKENS = 256
+"""Most tokens. For more, Inductor's kernels are as fast."""
+
+
+def runs(device: torch.device) -> bool:
+    """True for a GPU that has the kernel."""
+    return device.type == "cuda" and native.family(device.index or 0) == native.HOPPER
+
+
+@dataclass(frozen=True)
+class _Rotated:
+    """x * cos + rotated(x) * sin for x [B, H, S, D], a transposed view of heads [B, S, H, D]."""
+
+    node: fx.Node
+    heads: fx.Node
+    norm: Norm | None
+    cos: fx.Node
+    sin: fx.Node
+
+    @property
+    def x(self) -> fx.Node:
+        return self.heads if self.norm is None else self.norm.x
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        weight = [] if self.norm is None else [self.norm.weight]
+        return [self.x, self.cos, self.sin, *weight]
+
+    def goes_with(self, other: _Rotated) -> bool:
+        """True for the queries and the keys of a layer."""
+        angles = (self.cos, self.sin) == (other.cos, other.sin)
+        b, _, s, d = shape(self.node)
+        alike = same_shape(shape(other.node), (b, shape(other.node)[1], s, d))
+        same_eps = self.norm is None or other.norm is None or self.norm.eps == other.norm.eps
+        return angles and alike and same_eps and _product(self.x) is _product(other.x)
+
+
+@dataclass(frozen=True)
+class _Write:
+    """cache.index_copy_(2, arange(S) + start, x) for x [B, H, S, D], whose only other use is its result."""
+
+    node: fx.Node
+    """The cache after the write."""
+    cache: fx.Node
+    start: fx.Node
+    x: fx.Node
+    epilogue: fx.Node
+
+
+@dataclass(frozen=True)
+class _Layer:
+    q: _Rotated
+    k: _Rotated
+    v: fx.Node
+    """[B, S, H, D]"""
+    keys: _Write
+    values: _Write
+
+
+def write_caches(graph: fx.Graph) -> list[str]:
+    """Rewrites the layers of a step of few tokens. Returns a sentence that says how many."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    rotated = {found.node: found for node in graph.nodes if (found := _rotated(node)) is not None}
+    layers = [layer for layer in _layers(graph, rotated) if _in_order(layer, position)]
+    for layer in layers:
+        _write(graph, layer, position)
+    what = "norms of heads, rotary position embedding and the write to the cache are one kernel"
+    return [f"decoding step ({len(layers)}x): {what} (fp4::update_cache)"] if layers else []
+
+
+def _layers(graph: fx.Graph, rotated: dict[fx.Node, _Rotated]) -> Iterator[_Layer]:
+    writes = [found for node in graph.nodes if (found := _cache_write(node)) is not None]
+    for keys in writes:
+        k = rotated.get(keys.x)
+        if k is None or set(k.node.users) != {keys.node}:
+            continue
+        queries = [q for q in rotated.values() if q is not k and q.goes_with(k)]
+        pairs = [v for v in writes if v is not keys and _go_together(keys, v)]
+        if len(queries) == len(pairs) == 1:
+            yield _Layer(queries[0], k, operand(pairs[0].x), keys, pairs[0])
+
+
+def _go_together(keys: _Write, values: _Write) -> bool:
+    """True if values are written to the same places of a cache like that of the keys."""
+    alike = same_shape(shape(keys.cache), shape(values.cache)) and values.start is keys.start
+    return alike and values.cache is not keys.cache and _swaps_heads(values.x)
+
+
+def _cache_write(node: fx.Node) -> _Write | None:
+    if not is_op(node, aten.index_copy) or not is_tensor(node):
+        return None
+    a = arguments(node)
+    cache, x, start = a["self"], a["source"], _start(a["index"])
+    if cache.op != "placeholder" or a["dim"] not in (2, -2) or value(cache).dim() != 4 or start is None:
+        return None
+    epilogues = [u for u in cache.users if is_op(u, aten.copy_)]
+    if set(cache.users) != {node, *epilogues} or len(epilogues) != 1 or not value(cache).is_contiguous():
+        return None
+    if epilogues[0].args[:2] != (cache, node) or value(x).dtype != value(cache).dtype:
+        return None
+    return _Write(node, cache, start, x, epilogues[0])
+
+
+def _start(places: Any) -> fx.Node | None:
+    """Returns start of `arange(S) + start`, for an integer input without dimensions."""
+    if not is_op(places, aten.add) or arguments(places).get("alpha", 1) != 1:
+        return None
+    a = arguments(places)
+    for numbers, start in ((a["self"], a["other"]), (a["other"], a["self"])):
+        if not (isinstance(start, fx.Node) and start.op == "placeholder" and is_op(numbers, aten.arange)):
+            continue
+        steps = arguments(numbers)
+        if (steps.get("start", 0), steps.get("step", 1)) != (0, 1) or value(numbers).dtype != torch.int64:
+            continue
+        if value(start).dim() == 0 and value(start).dtype == torch.int64:
+            return start
+    return None
+
+
+def _rotated(node: fx.Node) -> _Rotated | None:
+    if not is_op(node, aten.add) or not is_tensor(node) or value(node).dim() != 4:
+        return None
+    if arguments(node).get("alpha", 1) != 1 or value(node).dtype not in DTYPES:
+        return None
+    b, _, s, d = map(static_int, shape(node))
+    few = b is not None and s is not None and 0 < b * s <= MAX_TOKENS
+    if not few or d not in HEAD_SIZES or not runs(value(node).device):
+        return None
+    plain, turned = arguments(node)["self"], arguments(node)["other"]
+    if not (is_op(plain, aten.mul) and is_op(turned, aten.mul)):
+        return None
+    (x, cos), (half, sin) = plain.args, turned.args
+    if not isinstance(x, fx.Node) or not _is_turned(half, x, d):
+        return None
+    cos, sin = _angles(cos, node), _angles(sin, node)
+    if cos is None or sin is None or not _swaps_heads(x):
+        return None
+    heads = operand(x)
+    try:
+        norm = read_norm(heads)
+    except NotRead:
+        norm = None
+    return _Rotated(node, heads, norm, cos, sin)
+
+
+def _swaps_heads(x: fx.Node) -> bool:
+    """True for a view [B, H, S, D] of [B, S, H, D]."""
+    if not is_op(x, aten.transpose) or value(x).dim() != 4:
+        return False
+    return {integer(x, i) % 4 for i in (1, 2)} == {1, 2}
+
+
+def _is_turned(node: Any, x: fx.Node, d: int) -> bool:
+    """True for cat([-x[..., d/2:], x[..., :d/2]], -1)."""
+    if not is_op(node, aten.cat):
+        return False
+    a = arguments(node)
+    if a["dim"] not in (-1, 3) or len(a["tensors"]) != 2:
+        return False
+    high, low = a["tensors"]
+    return is_op(high, aten.neg) and _is_half(operand(high), x, d // 2, d) and _is_half(low, x, 0, d // 2)
+
+
+def _is_half(node: Any, x: fx.Node, start: int, end: int) -> bool:
+    if not is_op(node, aten.slice):
+        return False
+    a = arguments(node)
+    last = shape(x)[-1] if a["end"] is None else min(a["end"], shape(x)[-1])
+    return a["self"] is x and a["dim"] in (-1, 3) and ((a["start"] or 0), last, a["step"]) == (start, end, 1)
+
+
+def _angles(node: Any, rotated: fx.Node) -> fx.Node | None:
+    """Returns cos or sin [B or 1, S, D], given with a dimension for the heads."""
+    if not is_op(node, aten.unsqueeze) or integer(node, 1) not in (1, -3):
+        return None
+    found = operand(node)
+    b, _, s, d = shape(rotated)
+    fits = any(same_shape(shape(found), (n, s, d)) for n in (1, b))
+    return found if fits and value(found).dtype == value(rotated).dtype else None
+
+
+def _product(x: fx.Node) -> fx.Node:
+    """Follows x back to what the queries and keys of a layer share: fp4::linears, or the product's rows."""
+    x = _through_reshapes(x)
+    if item(x) is not None:
+        return operand(x)
+    if is_op(x, aten.mm, aten.addmm):
+        return _through_reshapes(operand(x, 1 if is_op(x, aten.addmm) else 0))
+    return x
+
+
+def _through_reshapes(x: fx.Node) -> fx.Node:
+    while passes_order(x):
+        x = operand(x)
+    return x
+
+
+def _inputs(layer: _Layer) -> list[fx.Node]:
+    held = [layer.keys.cache, layer.values.cache, layer.keys.start]
+    return [*layer.q.inputs, *layer.k.inputs, layer.v, *held]
+
+
+def _in_order(layer: _Layer, position: dict[fx.Node, int]) -> bool:
+    """True if nothing reads a result of the operator before all that it reads has been computed."""
+    last = max(position[node] for node in _inputs(layer))
+    results = (layer.q.node, layer.keys.node, layer.values.node)
+    users = [user for node in results for user in node.users]
+    return all(user.op != "output" and position[user] > last for user in users)
+
+
+def _write(graph: fx.Graph, layer: _Layer, position: dict[fx.Node, int]) -> None:
+    q, k, keys, values = layer.q, layer.k, layer.keys, layer.values
+    norms = [None if its.norm is None else its.norm.weight for its in (q, k)]
+    eps = next((its.norm.eps for its in (q, k) if its.norm is not None), 0.0)
+    last = max(_inputs(layer), key=position.__getitem__)
+    with graph.inserting_after(last):
+        made = graph.call_function(
+            fp4.update_cache.default,
+            (q.x, k.x, layer.v, q.cos, q.sin, *norms, eps, keys.cache, values.cache, keys.start),
+        )
+    with graph.inserting_after(made):
+        turned = graph.call_function(aten.transpose.int, (made, 1, 2))
+    turned.meta.update(q.node.meta)
+    q.node.replace_all_uses_with(turned)
+    for write in (keys, values):
+        graph.erase_node(write.epilogue)
+        write.node.replace_all_uses_with(write.cache)
+        graph.erase_node(write.node)

@@ -1,0 +1,161 @@
+"""What an attention layer does before the attention, as fp4::update_cache: only what is that."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from conftest import SEED
+from moe_models import relative_error
+from one_pass import OnePass
+
+from fp4_ops.compile_passes.step import cache
+
+aten, fp4 = torch.ops.aten, torch.ops.fp4
+BF16 = torch.bfloat16
+D, HIDDEN, LENGTH = 64, 32, 6
+Q, K = 4, 2
+"""Numbers of heads."""
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    """The CPU stands for a GPU with the kernel."""
+    monkeypatch.setattr(cache, "runs", lambda device: True)
+
+
+def norm(x, weight, eps=1e-6):
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def turned(x):
+    d = x.shape[-1] // 2
+    return torch.cat((-x[..., d:], x[..., :d]), dim=-1)
+
+
+class Layer(torch.nn.Module):
+    """The part of an attention layer, as transformers writes it. `kind` names what is different."""
+
+    def __init__(self, kind: str = "", k_norm: bool = True, dtype=BF16, sequences=3, tokens=1) -> None:
+        super().__init__()
+        self.kind, self.k_norm, self.tokens = kind, k_norm, tokens
+
+        def held(name, *shape):
+            self.register_buffer(name, torch.randn(*shape).to(dtype))
+
+        for name, n in (("wq", Q), ("wk", K), ("wv", K)):
+            held(name, n * D, HIDDEN)
+        held("nq", D), held("nk", D)
+        held("cos", 1, tokens, D), held("sin", 1, tokens, D)
+        held("keys", sequences, K, LENGTH, D), held("values", sequences, K, LENGTH, D)
+        self.register_buffer("count", torch.tensor(2))
+        self.x = torch.randn(sequences, tokens, HIDDEN).to(dtype)
+
+    def heads(self, x, w):
+        return (x.view(-1, HIDDEN) @ w.t()).view(*x.shape[:2], -1, D)
+
+    def rotated(self, y, cos, sin):
+        if self.kind == "turned back":
+            d = D // 2
+            return y * cos + torch.cat((y[..., d:], -y[..., :d]), dim=-1) * sin
+        if self.kind == "interleaved":
+            other = torch.stack((-y[..., 1::2], y[..., ::2]), dim=-1).flatten(-2)
+            return y * cos + other * sin
+        if self.kind == "minus":
+            return y * cos - turned(y) * sin
+        if self.kind == "of another":
+            return y * cos + turned(y * 2) * sin
+        return y * cos + turned(y) * sin
+
+    def forward(self, x):
+        kind = self.kind
+        cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
+        q, k = norm(self.heads(x, self.wq), self.nq), self.heads(x, self.wk)
+        if self.k_norm:
+            k = norm(k, self.nk, 1e-3 if kind == "two epsilons" else 1e-6)
+        v = self.heads(x, self.wv).transpose(1, 2)
+        q = self.rotated(q.transpose(1, 2), cos, sin)
+        k = k.transpose(1, 2)
+        k = self.rotated(k, sin, cos) if kind == "two angles" else self.rotated(k, cos, sin)
+        places = torch.arange(self.tokens) + self.count
+        before = self.keys.float().sum() if kind == "read before" else 0
+        if kind == "two starts":
+            self.count.add_(1)
+            self.values.index_copy_(2, torch.arange(self.tokens) + self.count, v)
+        else:
+            self.values.index_copy_(2, places[:1] if kind == "other places" else places, v)
+        self.keys.index_copy_(2, places + 1 if kind == "moved" else places, k)
+        if kind == "written twice":
+            self.keys.index_copy_(2, places + 1, k)
+        if kind != "two starts":
+            self.count.add_(self.tokens)
+        if kind == "k read":
+            before = before + k.float().sum()
+        y = torch.softmax((q.unflatten(1, (K, -1)) @ self.keys.unsqueeze(2).mT).float(), -1).to(x.dtype)
+        return y @ self.values.unsqueeze(2) + before
+
+
+def run(layer: Layer) -> OnePass:
+    """The rewritten layer gives and holds what the layer does, up to rounding."""
+    torch._dynamo.reset()
+    held = {name: x.clone() for name, x in layer.state_dict().items()}
+    with torch.no_grad():
+        want = layer(layer.x)
+        after = {name: x.clone() for name, x in layer.state_dict().items()}
+        layer.load_state_dict(held)
+        got = torch.compile(layer, backend=(done := OnePass(cache.write_caches)), fullgraph=True)(layer.x)
+    assert got.shape == want.shape and relative_error(got, want.double()) < 1e-2
+    for name, x in layer.state_dict().items():
+        assert torch.allclose(x.double(), after[name].double(), rtol=1e-2, atol=1e-2), name
+    return done
+
+
+def updates(done: OnePass) -> list[torch.fx.Node]:
+    return done.calls(fp4.update_cache.default)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("k_norm", [True, False])
+def test_a_layer_is_one_call(k_norm, dtype):
+    done = run(Layer(k_norm=k_norm, dtype=dtype, sequences=random.Random(SEED).randint(1, 4)))
+    (call,) = updates(done)
+    assert [w is not None for w in call.args[5:7]] == [True, k_norm]
+    assert done.said == [
+        "decoding step (1x): norms of heads, rotary position embedding and the write to the cache are one "
+        "kernel (fp4::update_cache)"
+    ]
+    left = {n.target for n in done.graph.nodes}
+    assert not left & {aten.index_copy.default, aten.cat.default, aten.rsqrt.default}
+
+
+def test_several_tokens_of_a_sequence():
+    assert len(updates(run(Layer(tokens=3)))) == 1
+
+
+def test_a_second_run_is_undone_as_before():
+    done = run(Layer())
+    before, after = done.undone
+    assert after is not None and after == before
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["turned back", "interleaved", "minus", "of another", "two angles", "two epsilons", "two starts",
+     "moved", "written twice", "read before", "k read"],
+)  # fmt: skip
+def test_what_stays(kind):
+    done = run(Layer(kind))
+    assert not updates(done) and done.said == []
+
+
+def test_other_sizes_stay():
+    assert not updates(run(Layer(dtype=torch.float32)))
+    layer = Layer(sequences=cache.MAX_TOKENS // 2 + 1, tokens=2)
+    assert not updates(run(layer))
+
+
+def test_only_a_hopper_gpu_runs_it(monkeypatch):
+    monkeypatch.undo()
+    assert not cache.runs(torch.device("cpu"))

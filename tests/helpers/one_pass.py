@@ -1,0 +1,41 @@
+"""A backend of torch.compile that runs one pass of compile_passes/step/ alone, and then the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+from fp4_ops.compile_passes.graph.repeat import Undo, undo_of
+from fp4_ops.compile_passes.trace.copier import Copier
+
+
+class OnePass:
+    """`said` is what the pass returned; `undone` says how a run is undone, before and after the pass."""
+
+    graph: fx.Graph
+    said: list[str]
+    undone: tuple[Undo | None, Undo | None]
+
+    def __init__(self, write: Callable[[fx.Graph], list[str]]) -> None:
+        self._write = write
+
+    def __call__(self, gm, inputs):
+        context = TracingContext.try_get()
+        assert context is not None and context.fake_mode is not None
+        mode = context.fake_mode
+        fakes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
+        with torch.no_grad(), mode:
+            made = Copier(gm, fakes, mode, {}).run()
+        before = undo_of(made.graph, 0)
+        self.said = self._write(made.graph)
+        made.graph.eliminate_dead_code()
+        made.graph.lint()
+        made.recompile()
+        self.graph, self.undone = made.graph, (before, undo_of(made.graph, 0))
+        return made.forward
+
+    def calls(self, target) -> list[fx.Node]:
+        return list(self.graph.find_nodes(op="call_function", target=target))
