@@ -299,7 +299,27 @@ class Build(BuildExtension):
                 lambda part: compile_one(part, src, ext, cc_args, [*extra, *isa], pp_opts),
             )
 
+        def compile_in_parallel(
+            sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,
+            extra_postargs=None, depends=None,
+        ):  # fmt: skip
+            """Compiles as distutils does, which compiles one source at a time."""
+            macros, objects, extra, pp_opts, build = self.compiler._setup_compile(
+                output_dir, macros, include_dirs, sources, depends, extra_postargs
+            )
+            cc_args = self.compiler._get_cc_args(pp_opts, debug, extra_preargs)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                made = [
+                    pool.submit(self.compiler._compile, to, *build[to], cc_args, extra, pp_opts)
+                    for to in objects
+                    if to in build
+                ]
+                for one in made:
+                    one.result()
+            return objects
+
         self.compiler._compile = compile_with_isa
+        self.compiler.compile = compile_in_parallel
         self.build_temp = "build" if platform.machine() == MACHINE else f"build/{MACHINE}"
         super().build_extensions()
         in_place = self.inplace or getattr(self, "editable_mode", False)
