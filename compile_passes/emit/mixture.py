@@ -7,7 +7,7 @@ over (token, choice) rows, with the model's own activation between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -16,21 +16,12 @@ from torch import fx
 
 from ...meta.formats import find_activation, known_activation
 from ...meta.layouts import LAYOUTS
-from ..graph.nodes import FLOATING, aten, is_tensor, shape, static_int, value
-from ..index.conditions import INDICATOR
-from ..index.ids import below
+from ..graph.nodes import FLOATING, aten, shape, static_int, value
+from ..index.ids import Support, distinct, nonnegative, support
 from ..index.reader import same
 from ..index.terms import (
-    Add,
-    Affine,
-    Apply,
-    Axis,
     Const,
-    Mean,
-    Mix,
-    Mul,
     Ref,
-    Size,
     Term,
     described,
     free_axes,
@@ -38,17 +29,14 @@ from ..index.terms import (
 )
 from ..recognise.activations import GATE, UP, same_function
 from ..recognise.branches import Branch, Matrix, Mixture
-from ..recognise.factors import OUT, J, K, indices
-from ..refusal import Kind, Refusal, need, refuse
+from ..recognise.factors import OUT, E, J, K
+from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint
 from ..weights.specs import JoinSpec, PackSpec, StoredSpec, own_scales
-from .routing import Routing
+from .tensors import Tensors
 from .writer import Operands, Packed, Writer, as_it_is, assemble
 
 fp4 = torch.ops.fp4
-
-Dimension = int | fx.Node
-"""A size: a number, or a node that computes it."""
 
 
 class Joined(NamedTuple):
@@ -80,11 +68,144 @@ class _Rows:
     weights: fx.Node
 
 
-class Emitter:
+class Routing(Tensors):
+    """Ids and weights [T, k] of a mixture: the experts of each row."""
+
     def __init__(self, writer: Writer, m: Mixture) -> None:
-        self.w, self.m, self.call = writer, m, writer.call
-        self.common = m.common
-        self.experts = len(m.branches)
+        super().__init__(writer, m)
+        self.support: Support | None = None
+        self.dense = False
+        if self.m.k is None:
+            self.support = self._support()
+            self.dense = self.support is None
+            self.k = self.experts if self.support is None else self.support.k
+        else:
+            self.k = self.m.k
+            if self.common.ids is None and self.common.place is None:
+                assert self.common.masked is not None
+                need(distinct(self.common.masked.node), Kind.TWICE_CHOSEN, self.m.root)
+
+    def emit(self, rows: fx.Node) -> tuple[fx.Node, fx.Node]:
+        call, m = self.call, self.m
+        ids = self._expert_ids(rows)
+        weights = self.weighted(self.common.factors, ids)
+        if self.common.chosen:  # the other rows belong to no expert
+            nobody = m.first + self.experts
+            ids = call(aten.where.ScalarOther, self.weighted(self.common.chosen, ids), ids, nobody)
+        if m.first:
+            ids = call(aten.sub.Tensor, ids, m.first)
+        return ids, weights
+
+    def _expert_ids(self, rows: fx.Node) -> fx.Node:
+        m, b = self.m, self.common
+        if self.support is not None:
+            return self._united([self.reshape(p, [-1, int(shape(p)[-1])]) for p in self.support.parts])
+        if self.dense:
+            every = self.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
+            return self.call(aten.expand.default, every, [self.call(aten.sym_size.int, rows, 0), self.k])
+        if b.place is not None:  # the place of an output row determines its expert
+            every = self.call(aten.arange.default, self.experts, device=value(b.x.node).device)
+            every = self.reshape(every, [-1 if a is b.place else 1 for a in m.tokens])
+            sizes = [self.length(a.size) for a in m.tokens]
+            return self.reshape(self.call(aten.expand.default, every, sizes), [-1, 1])
+        ref = b.ids if b.ids is not None else b.masked
+        assert ref is not None
+        several = J in free_axes(ref)
+        ids = self.rows(ref, (J,) if several else (), [self.k])
+        if not free_axes(ref) & set(m.tokens):  # all tokens have the same ids
+            ids = self.call(aten.expand.default, ids, [self.call(aten.sym_size.int, rows, 0), -1])
+        if m.wraps and not nonnegative(ref.node):  # indexing counts negative ids from the end
+            wrapped = self.call(aten.add.Tensor, ids, self.experts)
+            ids = self.call(aten.where.self, self.call(aten.lt.Scalar, ids, 0), wrapped, ids)
+        return ids
+
+    def _united(self, parts: list[fx.Node]) -> fx.Node:
+        """Join several sources of ids to [T, k]. A repeated id is replaced by an id that belongs
+        to no expert."""
+        call, nobody = self.call, self.m.first + self.experts
+        out = parts[0]
+        for ids in parts[1:]:
+            again = call(
+                aten.eq.Tensor, call(aten.unsqueeze.default, ids, 2), call(aten.unsqueeze.default, out, 1)
+            )
+            ids = call(aten.where.ScalarSelf, call(aten.any.dim, again, 2), nobody, ids)
+            out = call(aten.cat.default, [out, ids], 1)
+        return out
+
+    def weighted(self, factors: tuple[Term, ...], ids: fx.Node) -> fx.Node:
+        """The product of factors over tokens, choices and experts, as [T, k]."""
+        out = None
+        for f in factors:
+            part = self._factor(f, ids)
+            out = part if out is None else self.call(aten.mul.Tensor, out, part)
+        if out is None:
+            return self.call(aten.ones_like.default, ids, dtype=torch.float32)
+        if not isinstance(out, fx.Node):
+            return self.call(aten.full_like.default, ids, out, dtype=torch.float32)
+        if any(isinstance(f, Ref) and f.index and value(f.node).dtype not in FLOATING for f in factors):
+            out = self.call(aten._to_copy.default, out, dtype=torch.float32)
+        each = self.k == 1 or any({J, E} & free_axes(f) for f in factors)
+        tokens = set(self.m.tokens)
+        if tokens and not any(E in free_axes(f) or tokens & free_axes(f) for f in factors):
+            return self.call(aten.expand.default, out, [self.call(aten.sym_size.int, ids, 0), self.k])
+        return out if each else self.call(aten.expand.default, out, [-1, self.k])
+
+    def _factor(self, term: Term, ids: fx.Node) -> Any:
+        m = self.m
+        if isinstance(term, Const):
+            return term.value
+        if isinstance(term, Ref) and not term.index:  # a number that the graph computes
+            number = self.element(term, ())
+            if isinstance(value(number), torch.Tensor):  # without dimensions
+                ones = self.call(aten.ones_like.default, ids, dtype=torch.float32)
+                return self.call(aten.mul.Tensor, ones, number)
+            return self.call(aten.full_like.default, ids, number, dtype=torch.float32)
+        if E not in free_axes(term):
+            return self.rows(term, (J,), [self.k if J in free_axes(term) else 1])
+        each = J in free_axes(term)
+        columns = _columns(term)
+        need(columns is not None, Kind.NOT_OVER_EXPERTS, m.root, term)
+        assert columns is not None
+        table = self.rows(term, (J, E) if each else (E,), [self.k, columns] if each else [columns])
+        alike = m.tokens and not set(m.tokens) & free_axes(term)
+        if self.dense and m.first == 0 and columns == self.k and not alike:
+            return table
+        inside = self.call(aten.clamp.default, ids, 0, columns - 1)
+        inside = self.call(aten._to_copy.default, inside, dtype=torch.int64)
+        if each:
+            table = self.call(aten.expand.default, table, [self.call(aten.sym_size.int, ids, 0), -1, -1])
+            column = self.call(aten.unsqueeze.default, inside, 2)
+            return self.call(aten.squeeze.dim, self.call(aten.gather.default, table, 2, column), 2)
+        if alike or not m.tokens:
+            return self.call(aten.index.Tensor, self.reshape(table, [-1]), [inside])
+        return self.call(aten.gather.default, table, 1, inside)
+
+    def _support(self) -> Support | None:
+        """Ids that can have nonzero factors. Some factor is zero for others, whose experts need not run."""
+        quiet = bool(self.common.act.name) and not any((*self.common.up_bias, self.common.down_bias))
+        for f in (*self.common.factors, *(self.common.scales if quiet else ())):
+            if not isinstance(f, Ref):
+                continue
+            index = tuple(p for i, s in zip(f.index, shape(f.node)) if not same(s, 1) for p in parts_of(i))
+            if index == (*self.m.tokens, E):
+                found = support(f.node)
+                if found is not None:
+                    return found
+        return None
+
+
+def _columns(term: Term) -> int | None:
+    """The size of the expert axis of a term."""
+    found = set()
+    for t in [term, *term.children()]:
+        if isinstance(t, Ref) and E in t.index:
+            found.add(static_int(shape(t.node)[t.index.index(E)]))
+    return found.pop() if len(found) == 1 else None
+
+
+class Emitter(Tensors):
+    def __init__(self, writer: Writer, m: Mixture) -> None:
+        super().__init__(writer, m)
         self.apart = bool(self.common.scales) or self.common.after is not OUT
         """True if rows differ among a token's choices, at the input or the output. Each is then a token of
         its own."""
@@ -109,16 +230,16 @@ class Emitter:
             self._vectors(lambda b: (b.down_bias,), False),
             self._vectors(lambda b: (b.gain,), False),
         )
-        routing = self.routing = Routing(self)
+        routing = self.routing = Routing(self.w, m)
         self.how = self.w.activations(like, down.layout, block=fused)
 
         with self.w.gm.graph.inserting_before(m.root):
-            x = self._reshape(self._expanded(self._ref(b.x, (*m.tokens, K))), [-1, b.up[0].k])
+            x = self.reshape(self._expanded(self.ref(b.x, (*m.tokens, K))), [-1, b.up[0].k])
             ids, weights = routing.emit(x)
             k = routing.k
             if self.apart:
                 x = self._for_each_choice(x, ids, k)
-                ids, weights = self._reshape(ids, [-1, 1]), self._reshape(weights, [-1, 1])
+                ids, weights = self.reshape(ids, [-1, 1]), self.reshape(weights, [-1, 1])
             operands = self.w.operands(up), self.w.operands(down)
             up_bias, down_bias, gain = map(self._joined, vectors)
             experts = _Experts(*operands, up_bias, down_bias, gain, down.spec)
@@ -130,15 +251,15 @@ class Emitter:
                 out = emit(_Rows(x, ids, ones), experts, torch.float32)
                 out = self._finished(out, ids, weights)
             if self.apart and k > 1:
-                out = self.call(aten.sum.dim_IntList, self._reshape(out, [-1, k, b.down.n]), [1])
+                out = self.call(aten.sum.dim_IntList, self.reshape(out, [-1, k, b.down.n]), [1])
             if len(shape(m.root)) != 2:
-                out = self._reshape(out, self._sizes())
+                out = self.reshape(out, self.sizes())
             if m.kept:
                 out = self._or_kept(out, ids)
             for rest in m.rest:
                 out = self.call(aten.add.Tensor, out, self._tensor(rest))
             if m.rest or b.after is not OUT:
-                out = self._cast(out, value(m.root).dtype)
+                out = self.cast(out, value(m.root).dtype)
         self.w.replace(m.root, out)
         why = None if fused else Refusal(Kind.ACTIVATION, m.root, (act.term,))
         if b.gain is not None:
@@ -165,16 +286,16 @@ class Emitter:
         b = self.common
         x = self.call(aten.unsqueeze.default, x, 1)
         if b.scales:
-            scale = self._reshape(self.routing.weighted(b.scales, ids), [-1, k, 1])
-            x = self._cast(self.call(aten.mul.Tensor, x, scale), value(b.x.node).dtype)
+            scale = self.reshape(self.routing.weighted(b.scales, ids), [-1, k, 1])
+            x = self.cast(self.call(aten.mul.Tensor, x, scale), value(b.x.node).dtype)
         else:
             x = self.call(aten.expand.default, x, [-1, k, -1])
-        return self._reshape(x, [-1, b.up[0].k])
+        return self.reshape(x, [-1, b.up[0].k])
 
     def _finished(self, out: fx.Node, ids: fx.Node, weights: fx.Node) -> fx.Node:
         """Return each expert's finished and weighted output, and zero where the id belongs to no expert."""
-        out = self._pointwise(self.common.after, {OUT: out})
-        out = self.call(aten.mul.Tensor, out, self._cast(weights, torch.float32))
+        out = self.pointwise(self.common.after, {OUT: out})
+        out = self.call(aten.mul.Tensor, out, self.cast(weights, torch.float32))
         return self.call(aten.masked_fill.Scalar, out, self._nobodys(ids), 0)
 
     def _nobodys(self, ids: fx.Node) -> fx.Node:
@@ -189,8 +310,8 @@ class Emitter:
         kept = rows[0]
         for row in rows[1:]:
             kept = self.call(aten.mul.Tensor, kept, row)
-        nobodys = self._reshape(self._nobodys(ids), [*self._sizes()[:-1], 1])
-        return self.call(aten.where.self, nobodys, self._cast(kept, value(m.root).dtype), out)
+        nobodys = self.reshape(self._nobodys(ids), [*self.sizes()[:-1], 1])
+        return self.call(aten.where.self, nobodys, self.cast(kept, value(m.root).dtype), out)
 
     # --- operators ---
 
@@ -207,8 +328,8 @@ class Emitter:
         k = 1 if self.apart else self.routing.k
         dtype = value(b.x.node).dtype
         each = self.call(aten.expand.default, self.call(aten.unsqueeze.default, rows.x, 1), [-1, k, -1])
-        each = self._reshape(each, [-1, b.up[0].k])
-        flat = self._reshape(rows.ids, [-1])
+        each = self.reshape(each, [-1, b.up[0].k])
+        flat = self.reshape(rows.ids, [-1])
 
         def product(a: fx.Node, weight: Operands, bias: fx.Node | None) -> fx.Node:
             quantised = self.w.quantised(a, self.how, spec.layout)
@@ -222,47 +343,17 @@ class Emitter:
                 GATE: self.call(aten.slice.Tensor, h, 1, 0, inter),
                 UP: self.call(aten.slice.Tensor, h, 1, inter, 2 * inter),
             }
-        h = self._pointwise(b.act.term, values)
+        h = self.pointwise(b.act.term, values)
         if experts.gain is not None:  # a row that belongs to no expert is not read
             own = self.call(aten.clamp.default, flat, 0, self.experts - 1)
-            gains = self._cast(self.call(aten.index.Tensor, experts.gain, [own]), torch.float32)
+            gains = self.cast(self.call(aten.index.Tensor, experts.gain, [own]), torch.float32)
             h = self.call(aten.mul.Tensor, h, gains)
-        h = self._cast(h, dtype)
+        h = self.cast(h, dtype)
         y = product(h, experts.down, experts.down_bias)
-        y = self._reshape(y, [-1, k, b.down.n])
-        scale = self._cast(self.call(aten.unsqueeze.default, rows.weights, 2), torch.float32)
+        y = self.reshape(y, [-1, k, b.down.n])
+        scale = self.cast(self.call(aten.unsqueeze.default, rows.weights, 2), torch.float32)
         y = self.call(aten.sum.dim_IntList, self.call(aten.mul.Tensor, y, scale), [1])
-        return self._cast(y, out_dtype)
-
-    def _pointwise(self, term: Any, values: dict[Term, fx.Node]) -> Any:
-        """Write a term of pointwise operators over given tensors."""
-        if not isinstance(term, Term):
-            return term
-        if term in values:
-            return values[term]
-        if isinstance(term, Const):
-            return term.value
-        if isinstance(term, Ref):
-            found = self.element(term, (self.m.hidden,))
-            return self._cast(found, torch.float32) if term.index else found
-        if isinstance(term, Mean):
-            return self.call(aten.mean.dim, self._pointwise(term.body, values), [-1], True)
-        assert isinstance(term, (Apply, Mul, Add))
-        args = [self._pointwise(a, values) for a in term.args]
-        if isinstance(term, Apply):
-            op = term.op
-            if op in INDICATOR:
-                other = term.args[1]
-                number = not isinstance(other, Term) or isinstance(other, Const)
-                number = number or (isinstance(other, Ref) and not other.index)
-                op = op.Scalar if number else op.Tensor
-            return self.call(op, *args, **term.kwargs)
-        op = aten.mul if isinstance(term, Mul) else aten.add
-        out = args[0]
-        for a in args[1:]:
-            first, second = (a, out) if not isinstance(out, fx.Node) else (out, a)
-            out = self.call(op.Tensor if isinstance(second, fx.Node) else op.Scalar, first, second)
-        return out
+        return self.cast(y, out_dtype)
 
     # --- weights ---
 
@@ -335,195 +426,15 @@ class Emitter:
         """Return one tensor of the graph. For several parameters it is an input that holds them all."""
         return self.w.slot(*vectors)[0] if isinstance(vectors, Joined) else vectors
 
-    # --- tensors of terms ---
-
-    def _reshape(self, node: fx.Node, sizes: Sequence[Dimension]) -> fx.Node:
-        old = shape(node) if is_tensor(node) else ()
-        if len(old) == len(sizes) == 2 and sizes[0] == -1 and same(old[1], sizes[1]):
-            return node
-        return self.call(aten.reshape.default, node, list(sizes))
-
-    def _cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-        return self.call(aten._to_copy.default, node, dtype=dtype)
-
-    def _size(self, node: fx.Node, d: int) -> Dimension:
-        size = static_int(shape(node)[d])
-        return size if size is not None else self.call(aten.sym_size.int, self.w.replaced.get(node, node), d)
-
-    def _sizes(self) -> list[Dimension]:
-        """The output's shape for reshape."""
-        return self._lengths([*shape(self.m.root)[:-1], self.m.hidden.size])
-
-    def _lengths(self, sizes: Sequence[Size]) -> list[Dimension]:
-        """Sizes for reshape: the first symbolic one is -1, others are read from a tensor that has them."""
-        found: list[Dimension] = []
-        for size in sizes:
-            known = static_int(size)
-            if known is None:
-                found.append(self._length(size) if -1 in found else -1)
-            else:
-                found.append(known)
-        return found
-
-    def _length(self, size: Size) -> Dimension:
-        """A size as an int, or as a node that reads it from the first tensor with such a dimension."""
-        if (known := static_int(size)) is not None:
-            return known
-        for node in self.w.gm.graph.nodes:
-            if node is self.m.root:
-                break
-            if not is_tensor(node):
-                continue
-            for d, n in enumerate(shape(node)):
-                if static_int(n) is None and same(n, size):
-                    return self._size(node, d)
-        refuse(Kind.SIZE, self.m.root, size)
-
-    def rows(self, term: Term, last: tuple[Axis, ...], sizes: list[int]) -> fx.Node:
-        """`term` for each token, over `last`: [T, *sizes]; T is 1 if it is the same for all tokens."""
-        m = self.m
-        node = self.element(term, (*m.tokens, *last))
-        own = [t in free_axes(term) for t in m.tokens]
-        if any(own) and not all(own):
-            whole = [-1 if mine else self._length(t.size) for t, mine in zip(m.tokens, own)]
-            node = self.call(aten.expand.default, node, [*whole, *(-1 for _ in last)])
-        return self._reshape(node, [-1, *sizes])
-
     def _tensor(self, ref: Ref) -> fx.Node:
         """Write a term over the tokens and the hidden axis in the root's shape."""
         m = self.m
-        return self._reshape(self.element(ref, (*m.tokens, m.hidden)), self._sizes())
+        return self.reshape(self.element(ref, (*m.tokens, m.hidden)), self.sizes())
 
     def _expanded(self, node: fx.Node) -> fx.Node:
         """Repeat x for each token, if a row of the output is one choice of a token."""
         free = free_axes(self.common.x)
-        sizes = [-1 if t in free else self._length(t.size) for t in self.m.tokens]
+        sizes = [-1 if t in free else self.length(t.size) for t in self.m.tokens]
         if all(s == -1 for s in sizes):
             return node
         return self.call(aten.expand.default, node, [*sizes, -1])
-
-    def element(self, term: Term, axes: tuple[Axis, ...]) -> Any:
-        """A tensor whose dimensions are `axes` (size 1 where the term lacks one), or a Python number."""
-        if isinstance(term, Const):
-            return term.value
-        if isinstance(term, Ref):
-            return self._ref(term, axes)
-        if isinstance(term, Axis) and term in axes:
-            every = self.call(
-                aten.arange.default, self._length(term.size), device=value(self.common.x.node).device
-            )
-            return self._reshape(every, [-1 if a is term else 1 for a in axes])
-        if not isinstance(term, (Apply, Mul, Add)):
-            refuse(Kind.NOT_APART, self.m.root, term)
-        parts = {a: self.element(a, axes) for a in term.args if isinstance(a, Term)}
-        return self._pointwise(term, parts)
-
-    def _ref(self, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
-        node = self.w.replaced.get(ref.node, ref.node)
-        if not ref.index:
-            return node
-        *rows, last = ref.index
-        if isinstance(last, Ref) and _is_of_rows(rows, last, axes):
-            return self._arranged(*self._gathered(node, rows, last, axes, ref), axes, ref)
-        if any(isinstance(i, Ref) for i in indices(ref)):
-            return self._looked_up(node, ref, axes)
-        labels: list[Axis | Const] = []
-        sizes: list[Size] = []
-        for d, i in enumerate(ref.index):
-            for part in parts_of(i):
-                if not (isinstance(part, Axis) or (isinstance(part, Const) and part is i)):
-                    refuse(Kind.INDEXED_ODDLY, self.m.root, ref)
-                labels.append(part)
-            sizes += i.sizes if isinstance(i, Mix) else (shape(ref.node)[d],)
-        if len(labels) != len(ref.index):
-            node = self._reshape(node, self._lengths(sizes))
-        for d, label in reversed(list(enumerate(labels))):
-            if isinstance(label, Const):
-                node = self.call(aten.select.int, node, d, label.value)
-            else:  # a slice: the weights of routed experts beside those of shared ones
-                size, whole = self.m.k if label is J else static_int(label.size), static_int(sizes[d])
-                if size and whole is not None and size != whole:
-                    node = self.call(aten.slice.Tensor, node, d, 0, size)
-        return self._arranged(node, [a for a in labels if isinstance(a, Axis)], axes, ref)
-
-    def _gathered(
-        self, node: fx.Node, index: list[Term], ids: Ref, axes: tuple[Axis, ...], ref: Ref
-    ) -> tuple[fx.Node, list[Axis]]:
-        """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
-        for d, i in reversed(list(enumerate(index))):
-            if isinstance(i, Const):
-                node = self.call(aten.select.int, node, d, i.value)
-        others = [a for a in axes if a in free_axes(ids) and a not in index]
-        rows = [i for i in index if isinstance(i, Axis)]
-        if not rows:  # `scale[ids[t, j]]`, or of one token
-            return self.call(aten.index.Tensor, node, [self._index(ids, others, ref)]), others
-        # `scores[t, ids[t, j]]`, or `scores[t, ids[t]]` of a router with one choice
-        at = self._index(ids, [*rows, *others], ref)
-        if others:
-            return self.call(aten.gather.default, node, len(rows), at), [*rows, *others]
-        at = self.call(aten.unsqueeze.default, at, len(rows))
-        return self.call(aten.squeeze.dim, self.call(aten.gather.default, node, len(rows), at), -1), rows
-
-    def _index(self, ids: Ref, labels: list[Axis], ref: Ref) -> fx.Node:
-        """Ids over `labels` as an index into the last dimension of `ref`."""
-        return self._inside(self._ref(ids, tuple(labels)), ids, shape(ref.node)[-1])
-
-    def _looked_up(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
-        """`within[t, group[t]]`, whatever the index is made of, or rows `embedding[tokens[t]]`."""
-        parts: list[Term] = []
-        sizes: list[Size] = []
-        for i, size in zip(ref.index, shape(ref.node)):
-            parts += parts_of(i)
-            sizes += i.sizes if isinstance(i, Mix) else (size,)
-        if len(parts) != len(ref.index):
-            node = self._reshape(node, self._lengths(sizes))
-        rows = [K] if parts[-1] is K else []  # whole rows, as for x
-        index = list(zip(parts, sizes))[: len(parts) - len(rows)]
-        labels = tuple(a for a in axes if a is not K and any(a in free_axes(part) for part, _ in index))
-        at = [self._coordinate(part, size, labels, ref) for part, size in index]
-        return self._arranged(self.call(aten.index.Tensor, node, at), [*labels, *rows], axes, ref)
-
-    def _coordinate(self, term: Term, size: Size, axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
-        """An index into a dimension of `ref`, of this size: a tensor with a dimension for each of `axes`."""
-        device = value(ref.node).device
-        if isinstance(term, Affine):
-            base = self._coordinate(term.base, size, axes, ref)
-            return self.call(aten.add.Tensor, self.call(aten.mul.Tensor, base, term.step), term.start)
-        if isinstance(term, Ref):
-            index = self._ref(term, axes)
-            return index if K in ref.index else self._inside(index, term, size)
-        if isinstance(term, Const):
-            one = [1] * len(axes)
-            return self.call(aten.full.default, one, term.value, dtype=torch.int64, device=device)
-        if not (isinstance(term, Axis) and term in axes):
-            refuse(Kind.INDEXED_ODDLY, self.m.root, ref)
-        length = self.m.k if term is J else self._length(size)
-        every = self.call(aten.arange.default, length, device=device)
-        return self._reshape(every, [-1 if a is term else 1 for a in axes])
-
-    def _inside(self, index: fx.Node, ids: Ref, size: Size) -> fx.Node:
-        """Clamp ids to an index into a dimension of this size. Rows that belong to no expert may read any
-        entry."""
-        known = static_int(size)
-        inside = known is not None and below(ids.node, known)
-        return index if inside else self.call(aten.remainder.Scalar, index, self._length(size))
-
-    def _arranged(self, node: fx.Node, labels: list[Axis], axes: tuple[Axis, ...], ref: Ref) -> fx.Node:
-        if not (set(labels) <= set(axes) and len(set(labels)) == len(labels)):
-            refuse(Kind.OWN_AXES, self.m.root, ref)
-        order = [labels.index(a) for a in axes if a in labels]
-        if order != sorted(order):
-            node = self.call(aten.permute.default, node, order)
-        for d, a in enumerate(axes):
-            if a not in labels:
-                node = self.call(aten.unsqueeze.default, node, d)
-        return node
-
-
-def _is_of_rows(index: list[Term], ids: Ref, axes: tuple[Axis, ...]) -> bool:
-    """Return whether ids look up a number in rows, `scores[t, ids[t, j]]`, or in a vector, with one
-    `gather`."""
-    own = free_axes(ids)
-    others = [a for a in axes if a in own and a not in index]
-    rows = [i for i in index if not isinstance(i, Const)]
-    return all(isinstance(i, Axis) and i in own for i in rows) and (not rows or len(others) <= 1)
