@@ -18,8 +18,7 @@ from transformers import StaticCache
 import fp4_ops
 from fp4_ops.compile_passes import passes as module
 from fp4_ops.compile_passes.graph.nodes import is_tensor
-from fp4_ops.compile_passes.neighbours.attention import SDPA, write_attention
-from fp4_ops.compile_passes.neighbours.masks import TRUE, Masks, NotBefore, Place
+from fp4_ops.compile_passes.neighbours.attention import SDPA, TRUE, Masks, NotBefore, Place, write_attention
 from fp4_ops.compile_passes.trace.copier import Copier
 
 expecttest = pytest.importorskip("expecttest")
