@@ -30,7 +30,7 @@ from .neighbours.topk import write_topk
 from .options import Options
 from .pass_log import Pass, PassLog
 from .recognise import alike
-from .recognise.branches import need_wide
+from .recognise.block import need_wide
 from .recognise.evidence import Evidence, router, side_by_side, unrouted
 from .recognise.mixture import Mixture
 from .recognise.products import Product, find_products, read_batched

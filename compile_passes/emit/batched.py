@@ -16,7 +16,7 @@ from ..graph.nodes import PRODUCTS, aten, is_op, reached, shape, static_int, val
 from ..index.reader import Reader
 from ..index.terms import Ref
 from ..options import Options
-from ..recognise.branches import need_wide
+from ..recognise.block import need_wide
 from ..recognise.evidence import Evidence, router, unrouted
 from ..recognise.mixture import Matcher
 from ..recognise.products import Batched, read_batched

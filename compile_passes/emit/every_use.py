@@ -15,7 +15,7 @@ from torch import fx
 
 from ..graph.nodes import aten, is_op, value
 from ..index.reader import Reader
-from ..recognise.branches import Experts, Matrix
+from ..recognise.block import Experts, Matrix
 from ..recognise.products import factors, read_batched, read_matrix
 from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint

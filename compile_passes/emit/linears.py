@@ -20,8 +20,8 @@ from ..naming import input_name
 from ..operands import operand
 from ..options import Options
 from ..recognise.evidence import Evidence
-from ..recognise.factors import K, N
 from ..recognise.mixture import Matrix
+from ..recognise.pieces import K, N
 from ..recognise.products import factors, read_matrix
 from ..refusal import Refusal, Refused
 from ..report import Load, Site, hint

@@ -27,9 +27,8 @@ from ..index.terms import (
     free_axes,
     parts_of,
 )
-from ..recognise.activations import GATE, UP, same_function
-from ..recognise.branches import Branch, Matrix, Mixture
-from ..recognise.factors import OUT, E, J, K
+from ..recognise.block import GATE, UP, Branch, Matrix, Mixture, same_function
+from ..recognise.pieces import OUT, E, J, K
 from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint
 from ..weights.specs import JoinSpec, PackSpec, StoredSpec, own_scales

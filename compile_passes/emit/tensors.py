@@ -27,8 +27,8 @@ from ..index.terms import (
     free_axes,
     parts_of,
 )
-from ..recognise.branches import Mixture
-from ..recognise.factors import J, K, indices
+from ..recognise.block import Mixture
+from ..recognise.pieces import J, K, indices
 from ..refusal import Kind, refuse
 from .writer import Writer
 

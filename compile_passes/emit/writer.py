@@ -20,8 +20,8 @@ from ..graph.nodes import aten, shape, value
 from ..index.terms import Affine, Const, Mix, Term, affine
 from ..naming import input_name, location, module_path
 from ..options import Options
-from ..recognise.branches import EvenParts, Experts, Parts
-from ..recognise.factors import K, N
+from ..recognise.block import EvenParts, Experts, Parts
+from ..recognise.pieces import K, N
 from ..refusal import Kind, Refusal, need, refuse
 from ..report import Load, Site
 from ..weights.facts import Facts, refuse_two_precisions

@@ -35,11 +35,10 @@ from ..index.reader import Reader
 from ..index.terms import Ref, Term
 from ..operands import operand
 from ..refusal import Kind, Refused
-from .activations import UP, Act
-from .branches import Linear, Matrix, Mixture, Parts
+from .block import UP, Act, Linear, Matrix, Mixture, Parts
 from .evidence import Evidence
-from .factors import K
 from .mixture import Matcher, _Input
+from .pieces import K
 from .products import factors, read_matrix
 from .search import DULL, VAGUE
 from .unread import is_random

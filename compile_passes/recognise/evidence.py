@@ -42,9 +42,8 @@ from ..naming import input_name
 from ..operands import operand, several
 from ..refusal import Kind, Refusal
 from ..weights.facts import Facts
-from .activations import UP
-from .branches import Mixture
-from .factors import E
+from .block import UP, Mixture
+from .pieces import E
 from .products import Batched
 
 NAME = re.compile(r"expert", re.IGNORECASE)

@@ -37,12 +37,23 @@ from ..index.terms import (
     walk,
 )
 from ..refusal import Kind, need, refuse
-from .activations import Act, read_activation
-from .branches import Branch, Branches, EvenBranches, Linear, Matrix, Mixture, branches_by_id, in_common
-from .factors import (
+from .block import (
+    Act,
+    Branch,
+    Branches,
+    EvenBranches,
+    Linear,
+    Matrix,
+    Mixture,
+    branches_by_id,
+    in_common,
+    read_activation,
+)
+from .pieces import (
     J,
     K,
     N,
+    Pieces,
     along,
     demote,
     eq,
@@ -59,7 +70,6 @@ from .factors import (
     split_after,
     without_other_masks,
 )
-from .pieces import Pieces
 from .unread import kind_of
 
 

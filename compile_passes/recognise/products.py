@@ -34,8 +34,8 @@ from ..naming import input_name
 from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, need, refuse
 from ..weights.facts import Facts
-from .branches import EvenParts, Experts, Matrix, Parts
-from .factors import K, N, indices
+from .block import EvenParts, Experts, Matrix, Parts
+from .pieces import K, N, indices
 
 
 @dataclass
