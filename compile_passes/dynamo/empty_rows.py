@@ -31,6 +31,7 @@ from ...meta.torch_internals import (
     pytree,
     side_effects,
 )
+from ..graph.nodes import operand
 from ..graph.traced_nodes import (
     SAME_ELEMENTS,
     along,
@@ -41,7 +42,6 @@ from ..graph.traced_nodes import (
     some_elements,
     writes_to,
 )
-from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, refuse
 from . import api
 from .api import HASFREE, HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from ..graph.nodes import operand
 from ..graph.traced_nodes import along, called, example, kept, named, same_elements, since, writes_to
-from ..operands import operand
 from . import api, known_values
 from .branches import is_kept, watch
 from .bytecode import only_iterates

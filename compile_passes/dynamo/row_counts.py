@@ -23,8 +23,8 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from ...meta.torch_internals import pytree
+from ..graph.nodes import operand, several
 from ..graph.traced_nodes import called, example, named, same_elements, since, writes_to
-from ..operands import operand, several
 from . import api
 from .bytecode import only_in_loops, only_indexes, only_iterates
 from .empty_rows import SAYS_THE_SAME, number

@@ -14,10 +14,9 @@ from torch import fx
 
 from ...meta.layouts import LAYOUTS
 from ...models.outside_experts import kind_of
-from ..graph.nodes import aten, is_op, shape, value
+from ..graph.nodes import aten, is_op, operand, shape, value
 from ..index.reader import Reader
 from ..naming import input_name
-from ..operands import operand
 from ..options import Options
 from ..recognise.evidence import Evidence
 from ..recognise.mixture import Matrix

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from ..operands import operand
 from .nodes import (
     ASSERTIONS,
     arguments,
@@ -16,6 +15,7 @@ from .nodes import (
     is_impure,
     is_op,
     is_tensor,
+    operand,
     reached,
     shape,
     static_int,

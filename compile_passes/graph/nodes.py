@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -10,7 +10,6 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 
 from ...meta.torch_internals import OpOverload
-from ..operands import integer, operand, several
 
 aten = torch.ops.aten
 
@@ -282,3 +281,27 @@ def behind(*nodes: fx.Node) -> dict[fx.Node, None]:
 def after(*nodes: fx.Node) -> dict[fx.Node, None]:
     """Return nodes, and everything that is computed from them."""
     return reached(nodes, lambda node: node.users)
+
+
+def operand(node: fx.Node, i: int = 0) -> fx.Node:
+    """Return argument `i`, which is a node."""
+    found = node.args[i]
+    if not isinstance(found, fx.Node):
+        raise TypeError(f"argument {i} of {node.name} is {found!r}, not a node")
+    return found
+
+
+def integer(node: fx.Node, i: int) -> int:
+    """Return argument `i`, which is a constant number."""
+    found = node.args[i]
+    if not isinstance(found, int):
+        raise TypeError(f"argument {i} of {node.name} is {found!r}, not an int")
+    return found
+
+
+def several(node: fx.Node, i: int) -> Sequence[Any]:
+    """Return argument `i`, which is a list of numbers or nodes."""
+    found = node.args[i]
+    if not isinstance(found, (list, tuple)):
+        raise TypeError(f"argument {i} of {node.name} is {found!r}, not a list")
+    return found

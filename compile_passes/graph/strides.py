@@ -20,8 +20,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...meta.torch_internals import HigherOrderOperator, OpOverload
-from ..operands import operand
-from .nodes import aten, is_tensor, value
+from .nodes import aten, is_tensor, operand, value
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 _BITS = (aten.view.dtype, aten.view_as_complex.default)

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...meta.torch_internals import OpOverload, below_functorch, pytree
-from ..operands import integer
+from .nodes import integer
 
 
 def called(node: fx.Node) -> str:

@@ -17,13 +17,13 @@ from ..graph.nodes import (
     is_op,
     is_pointwise,
     is_tensor,
+    operand,
     same_shape,
     shape,
     static_int,
     strip,
     value,
 )
-from ..operands import operand
 from ..refusal import Kind, need, refuse
 from .conditions import is_indicator, number
 from .ids import below

@@ -12,9 +12,9 @@ from ..graph.nodes import (
     aten,
     is_op,
     is_tensor,
+    operand,
     value,
 )
-from ..operands import operand
 from .reader import Opaque, Reader, dims_of, reads
 from .terms import (
     Add,

@@ -17,14 +17,15 @@ from ..graph.nodes import (
     is_op,
     is_tensor,
     item,
+    operand,
     passes_order,
     same_shape,
+    several,
     shape,
     static_int,
     strip,
     value,
 )
-from ..operands import operand, several
 from ..refusal import Kind, need, refuse
 
 

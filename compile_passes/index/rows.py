@@ -15,12 +15,12 @@ from ..graph.nodes import (
     is_op,
     is_tensor,
     item,
+    operand,
     same_shape,
     shape,
     strip,
     value,
 )
-from ..operands import operand
 from ..refusal import Kind, need, refuse
 from .conditions import is_boolean, is_zero, masked
 from .ids import counted_ids, support

@@ -15,14 +15,16 @@ from ..graph.nodes import (
     FLOATING,
     arguments,
     aten,
+    integer,
     is_op,
     item,
+    operand,
     same_shape,
+    several,
     shape,
     strip,
     value,
 )
-from ..operands import integer, operand, several
 from .conditions import as_boolean, is_indicator
 from .ids import gathered
 from .reader import Opaque, Reader, dimension, dims_of, prefix, reads, same, spread

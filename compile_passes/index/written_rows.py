@@ -12,12 +12,13 @@ from ..graph.nodes import (
     aten,
     is_op,
     is_tensor,
+    operand,
     same_shape,
+    several,
     shape,
     strip,
     value,
 )
-from ..operands import operand, several
 from ..refusal import Kind, Refusal, Refused, need
 from .arithmetic import with_fresh
 from .ids import distinct

@@ -25,8 +25,19 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ...meta.torch_internals import FakeTensorMode, TorchDispatchMode
-from ..graph.nodes import arguments, aten, is_op, is_tensor, same_shape, shape, static_int, strip, value
-from ..operands import integer, operand
+from ..graph.nodes import (
+    arguments,
+    aten,
+    integer,
+    is_op,
+    is_tensor,
+    operand,
+    same_shape,
+    shape,
+    static_int,
+    strip,
+    value,
+)
 
 SDPA = aten.scaled_dot_product_attention.default
 

@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from ...runtime import native
-from ..graph.nodes import arguments, aten, is_float_cast, is_op, shape, value
-from ..operands import integer, operand
+from ..graph.nodes import arguments, aten, integer, is_float_cast, is_op, operand, shape, value
 
 fp4 = torch.ops.fp4
 

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from ..graph.dead_code import erase_unused
-from ..graph.nodes import FLOATING, arguments, aten, item, shape, static_int, value
-from ..operands import integer
+from ..graph.nodes import FLOATING, arguments, aten, integer, item, shape, static_int, value
 from . import top_experts
 
 DEVICES = ("cuda",)

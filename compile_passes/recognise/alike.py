@@ -26,6 +26,7 @@ from ..graph.nodes import (
     is_grouped_mm,
     is_op,
     is_tensor,
+    operand,
     reached,
     shape,
     strip,
@@ -33,7 +34,6 @@ from ..graph.nodes import (
 )
 from ..index.reader import Reader
 from ..index.terms import Ref, Term
-from ..operands import operand
 from ..refusal import Kind, Refused
 from .block import UP, Act, Linear, Matrix, Mixture, Parts
 from .evidence import Evidence

@@ -32,14 +32,15 @@ from ..graph.nodes import (
     is_pointwise,
     is_tensor,
     item,
+    operand,
     reached,
+    several,
     shape,
     value,
 )
 from ..index.reader import Reader, same
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name
-from ..operands import operand, several
 from ..refusal import Kind, Refusal
 from ..weights.facts import Facts
 from .block import UP, Mixture

@@ -22,6 +22,7 @@ from ..graph.nodes import (
     is_grouped_mm,
     is_op,
     is_tensor,
+    operand,
     shape,
     static_int,
     unswap,
@@ -31,7 +32,6 @@ from ..index.ids import gathered
 from ..index.reader import Reader
 from ..index.terms import Axis, Const, Ref, Value, free_axes, substitute
 from ..naming import input_name
-from ..operands import operand
 from ..refusal import Kind, Refusal, Refused, need, refuse
 from ..weights.facts import Facts
 from .block import EvenParts, Experts, Matrix, Parts

@@ -27,13 +27,14 @@ from ..graph.nodes import (
     is_pointwise,
     is_tensor,
     item,
+    operand,
     reached,
+    several,
     shape,
     value,
 )
 from ..index.reader import Reader
 from ..index.terms import Apply, Const, Ref, free_axes, is_eq, substitute, walk
-from ..operands import operand, several
 from ..refusal import Kind, Refusal, Refused, need
 from ..weights.facts import written_to
 from .mixture import Linear, Matcher, Mixture

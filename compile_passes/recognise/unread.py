@@ -22,13 +22,14 @@ from ..graph.nodes import (
     is_op,
     is_tensor,
     item,
+    operand,
     passes_order,
+    several,
     shape,
     static_int,
     value,
 )
 from ..index.reader import Reader
-from ..operands import operand, several
 from ..refusal import Kind, Refusal, Step
 
 # --- a step that is not understood ---

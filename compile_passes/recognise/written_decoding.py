@@ -34,6 +34,7 @@ from ..graph.nodes import (
     is_pointwise,
     is_pure,
     is_tensor,
+    operand,
     shape,
     value,
 )
@@ -41,7 +42,6 @@ from ..index.arithmetic import operands, stack
 from ..index.reader import Opaque, Reader, Renamed, dims_of, same
 from ..index.terms import Affine, Apply, Axis, Choose, Const, Mix, Ref, Term, Value, free_axes, interning
 from ..index.views import fill, getitem
-from ..operands import operand
 from ..weights.facts import Facts
 
 fp4 = torch.ops.fp4

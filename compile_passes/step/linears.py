@@ -22,15 +22,16 @@ from ...runtime import native
 from ..graph.nodes import (
     arguments,
     aten,
+    integer,
     is_op,
     is_tensor,
+    operand,
     passes_order,
     same_shape,
     shape,
     static_int,
     value,
 )
-from ..operands import integer, operand
 from .norm import Norm, NotRead, read_norm
 
 fp4 = torch.ops.fp4

@@ -16,11 +16,11 @@ from ..graph.nodes import (
     is_op,
     is_tensor,
     item,
+    operand,
     same_shape,
     shape,
     value,
 )
-from ..operands import operand
 
 
 class NotRead(Exception):

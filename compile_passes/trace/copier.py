@@ -30,9 +30,8 @@ from ...meta.torch_internals import (
     set_grad_enabled,
     symbol_is_type,
 )
-from ..graph.nodes import arguments
+from ..graph.nodes import arguments, integer
 from ..graph.traced_nodes import example
-from ..operands import integer
 from .calls import (
     OpenRegions,
     as_written,
