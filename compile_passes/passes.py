@@ -12,11 +12,8 @@ import torch
 from torch import fx
 
 from ..meta.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket
-from .emit.batched import batched_products
-from .emit.every_use import EveryUse
-from .emit.linears import linear_layers
 from .emit.mixture import Emitter
-from .emit.products import write_product
+from .emit.products import EveryUse, batched_products, linear_layers, write_product
 from .emit.writer import Writer, kernel
 from .graph.dead_code import erase_unused, read_past_writes, sweep
 from .graph.nodes import FLOATING, Canon, aten, is_op, unswap, value

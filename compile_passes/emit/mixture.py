@@ -114,8 +114,7 @@ class Routing(Tensors):
         if not free_axes(ref) & set(m.tokens):  # all tokens have the same ids
             ids = self.call(aten.expand.default, ids, [self.call(aten.sym_size.int, rows, 0), -1])
         if m.wraps and not nonnegative(ref.node):  # indexing counts negative ids from the end
-            wrapped = self.call(aten.add.Tensor, ids, self.experts)
-            ids = self.call(aten.where.self, self.call(aten.lt.Scalar, ids, 0), wrapped, ids)
+            ids = self.w.wrapped(ids, self.experts)
         return ids
 
     def _united(self, parts: list[fx.Node]) -> fx.Node:

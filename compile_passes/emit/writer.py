@@ -105,6 +105,12 @@ class Writer:
         old.replace_all_uses_with(new)
         self.replaced[old] = new
 
+    def wrapped(self, ids: fx.Node, experts: int) -> fx.Node:
+        """Count negative ids from the end, as indexing does: the operators skip them."""
+        return self.call(
+            aten.where.self, self.call(aten.lt.Scalar, ids, 0), self.call(aten.add.Tensor, ids, experts), ids
+        )
+
     # --- weights ---
 
     def layout(self, like: fx.Node, *shapes: tuple[int, int], format: str | None = None) -> str:
