@@ -135,6 +135,13 @@ def strip(node: fx.Node) -> fx.Node:
     return node
 
 
+def through(node: fx.Node, *packets: Any) -> fx.Node:
+    """Follow a node back through calls of these operators, along their first arguments."""
+    while is_op(node, *packets):
+        node = operand(node)
+    return node
+
+
 def is_float_cast(node: Any) -> TypeGuard[fx.Node]:
     return (
         is_op(node, aten._to_copy)

@@ -36,6 +36,7 @@ from ..graph.nodes import (
     reached,
     several,
     shape,
+    through,
     value,
 )
 from ..index.reader import Reader, same
@@ -127,7 +128,7 @@ class Evidence:
     def mixes_columns(self, node: fx.Node) -> bool:
         """Return whether an operator is a product with weights, attention or a norm."""
         if is_op(node, *PRODUCTS):
-            return any(_source(n) in self._facts.fixed for n in node.all_input_nodes)
+            return any(through(n, *_VIEWS) in self._facts.fixed for n in node.all_input_nodes)
         return is_grouped_mm(node) or is_op(node, *_ATTENTION, *_NORMS)
 
     def chooses(self, node: fx.Node) -> bool:
@@ -159,7 +160,7 @@ class Evidence:
             self.named(w)
             for p in products
             for n in p.all_input_nodes
-            if (w := _source(n)).op == "placeholder"
+            if (w := through(n, *_VIEWS)).op == "placeholder"
         ):
             return True
         seen = reached(products, lambda n: n.users, _VERY_FAR)
@@ -280,8 +281,7 @@ class Evidence:
 
     def _is_put(self, buffer: fx.Node) -> bool:
         """Return whether whole rows were written to a buffer at chosen places."""
-        while is_op(buffer, *_KEEP_ORDER, aten.slice):
-            buffer = operand(buffer)
+        buffer = through(buffer, *_KEEP_ORDER, aten.slice)
         return is_op(buffer, *_PUTS) and any(n in self._hard for n in _indices(buffer))
 
     # --- combination ---
@@ -353,12 +353,6 @@ def unrouted(weight: fx.Node, site: fx.Node) -> Refusal:
 def router(weight: fx.Node, site: fx.Node) -> Refusal:
     """Return the refusal of a product whose result chooses experts or something else."""
     return Refusal(Kind.ROUTER, site, (weight,))
-
-
-def _source(node: fx.Node) -> fx.Node:
-    while is_op(node, *_VIEWS):
-        node = operand(node)
-    return node
 
 
 def _chooses(node: fx.Node) -> bool:

@@ -27,6 +27,7 @@ from ..graph.nodes import (
     several,
     shape,
     static_int,
+    through,
     value,
 )
 from ..index.reader import Reader
@@ -158,21 +159,15 @@ def between_products(step: fx.Node) -> Refusal:
     return Refusal(Kind.SUM_BETWEEN if sums else kind, step, (step,))
 
 
-def _source(node: fx.Node) -> fx.Node:
-    while is_op(node, *_VIEWS):
-        node = operand(node)
-    return node
-
-
 def _stacked_weights(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> Refusal | None:
     """Return a refusal for products with a stack of matrices that the graph makes from parameters."""
     made = []
     for node in graph.nodes:
         for of in node.all_input_nodes if is_op(node, *PRODUCTS) else ():
-            stack = _source(of)
+            stack = through(of, *_VIEWS)
             if not is_op(stack, aten.stack, aten.cat) or len(shape(stack)) < 2:
                 continue
-            parts = [_source(n) for n in several(stack, 0)]
+            parts = [through(n, *_VIEWS) for n in several(stack, 0)]
             if len(parts) > 1 and all(map(is_weight, parts)):
                 made.append(stack)
     if not made:
@@ -193,7 +188,7 @@ def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
             shapes = str([shape(p.weight) for p in (down, *ups)])  # some may be symbolic
             with_parameters = [n for n in steps if any(i.op == "placeholder" for i in n.all_input_nodes)]
             random = [n for n in steps if is_random(n)]
-            alike[_source(ups[0].rows), shapes].append((with_parameters or random or steps)[0])
+            alike[through(ups[0].rows, *_VIEWS), shapes].append((with_parameters or random or steps)[0])
     for found in alike.values():
         if len(found) >= many:
             return between_products(found[0])
@@ -202,7 +197,7 @@ def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
 
 def _product(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> _Product | None:
     factors = node.all_input_nodes[-2:] if is_op(node, *PRODUCTS) else []
-    weights = [n for n in factors if is_weight(_source(n))]
+    weights = [n for n in factors if is_weight(through(n, *_VIEWS))]
     rows = [n for n in factors if n not in weights]
     return _Product(node, rows[0], weights[0]) if len(weights) == len(rows) == 1 else None
 
@@ -278,8 +273,7 @@ def _unscaled(node: fx.Node) -> fx.Node:
 def _weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node | None:
     """Return the parameter that chosen rows are multiplied by."""
     for node in product.all_input_nodes if is_op(product, *PRODUCTS) else ():
-        while is_op(node, *_SAME):
-            node = operand(node)
+        node = through(node, *_SAME)
         if is_weight(node) and len(shape(node)) >= 2:
             return node
     return None
