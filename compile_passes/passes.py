@@ -1,17 +1,34 @@
 """The passes that a captured graph goes through, in order: PASSES.
 
 Operators replace what recognition proved, best tier first: whole blocks, then single products.
+
+Each run of a pass is timed and logged, and graphs are written on request. `TORCH_LOGS="+fp4_ops"` prints a
+line for each run. `TORCH_COMPILE_DEBUG=1` writes the graphs as files into torch's debug folder,
+`TORCH_TRACE=folder` into torch's structured trace, which tlparse shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 from torch import fx
 
-from ..meta.torch_internals import FakeTensorMode, OpOverload, OpOverloadPacket
+from ..meta.torch_internals import (
+    FakeTensorMode,
+    OpOverload,
+    OpOverloadPacket,
+    logging_internals,
+    trace_structured,
+)
+from .dynamo.api import dynamo_timed, get_debug_dir
 from .emit.mixture import Emitter
 from .emit.products import EveryUse, batched_products, linear_layers, write_product
 from .emit.writer import Writer, kernel
@@ -25,7 +42,6 @@ from .neighbours.attention import write_attention
 from .neighbours.sums import write_sums
 from .neighbours.topk import write_topk
 from .options import Options
-from .pass_log import Pass, PassLog
 from .recognise import alike
 from .recognise.block import need_wide
 from .recognise.evidence import Evidence, router, side_by_side, unrouted
@@ -34,13 +50,88 @@ from .recognise.products import Product, find_products, read_batched
 from .recognise.search import Search
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
-from .report import Site, each_told_once, left_alone
+from .report import PassRun, Site, each_told_once, left_alone
 from .step.cache import write_caches
 from .step.counters import write_counters
 from .step.linears import write_linears
 from .trace.capture import mutated_inputs
 from .weights.facts import Facts, note_decoded, written_before, written_to
 from .weights.runtime import Swap
+
+log = logging.getLogger("fp4_ops")
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Pass(Generic[State]):
+    """`run` changes a graph, or adds to the state that passes share. It is skipped if `when` is false."""
+
+    name: str
+    run: Callable[[State], None]
+    when: Callable[[State], bool] = lambda _: True
+
+
+_graphs = itertools.count()
+
+
+@dataclass
+class PassLog:
+    """The runs of passes on one of Dynamo's graphs, in order; a graph rewritten twice has them twice."""
+
+    title: str
+    runs: list[PassRun] = field(default_factory=list)
+    current: str = ""
+    """The pass that runs now, or that failed."""
+    _number: int = field(default_factory=_graphs.__next__)
+    _text: str = ""
+    """The graph as it was written last."""
+
+    def run(self, passes: Sequence[Pass[State]], state: State, graph: fx.Graph) -> None:
+        """Run the passes in order; all of them change `graph`."""
+        for one in passes:
+            if one.when(state):
+                with self.timed(one.name, graph):
+                    one.run(state)
+
+    @contextlib.contextmanager
+    def timed(self, name: str, graph: fx.Graph) -> Iterator[list[fx.Graph]]:
+        """Time the block as a run of pass `name`. If it makes a new graph, it puts that into the list."""
+        self.current, nodes = name, len(graph.nodes)
+        if not self.runs:
+            self._write("input", graph)
+        made: list[fx.Graph] = []
+        start = time.perf_counter()
+        with dynamo_timed(f"fp4_{name}"):  # for Dynamo's compile_times() and tlparse
+            yield made
+        seconds = time.perf_counter() - start
+        graph = made[0] if made else graph
+        self.runs.append(PassRun(name, seconds, nodes, len(graph.nodes)))
+        log.debug("%s: pass %s", self.title, self.runs[-1])
+        self._write(name, graph)
+        self.current = ""
+
+    def _write(self, name: str, graph: fx.Graph) -> None:
+        """Write the current graph, unless nobody asked for it or the pass did not change it."""
+        from ..meta.torch_internals import inductor_config
+
+        files, trace = inductor_config.trace.enabled, bool(logging_internals.trace_log.handlers)
+        if not (files or trace):
+            return
+        text = graph.python_code("self", verbose=True).src
+        if text == self._text:
+            return
+        self._text, name = text, f"{len(self.runs):02}_{name}"
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": f"fp4_{name}", "encoding": "string"},
+            payload_fn=lambda: text,
+        )
+        if files:
+            folder = Path(get_debug_dir(), "fp4_ops", f"graph_{self._number}")
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{name}.py").write_text(f"# {self.title}\n{text}")
+
 
 fp4 = torch.ops.fp4
 

@@ -23,8 +23,7 @@ from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import called, example
 from .naming import input_name
 from .options import Options, inductor_patches
-from .pass_log import PassLog
-from .passes import Rewritten, fp4_calls, rewrite
+from .passes import PassLog, Rewritten, fp4_calls, rewrite
 from .recognise.written_decoding import BYTES, TABLE
 from .refusal import Kind, Refusal, Refused
 from .report import Frame, Site

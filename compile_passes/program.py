@@ -15,7 +15,7 @@ from ..meta.layouts import byte_view
 from ..meta.torch_internals import pytree
 from . import advice
 from .options import parse
-from .pass_log import PassLog
+from .passes import PassLog
 from .passes import rewrite as rewrite_graph
 from .report import Frame
 from .trace.capture import capture, mutated_inputs

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .naming import location, module_path
-from .pass_log import PassRun
 from .refusal import Refusal
 
 
@@ -134,6 +133,19 @@ def each_told_once(refusals: Iterable[Refusal]) -> list[Refusal]:
     """Return one refusal of each group that a reader cannot distinguish, such as the same line's for each
     expert."""
     return list({left_alone(r): r for r in refusals}.values())
+
+
+@dataclass(frozen=True)
+class PassRun:
+    """One run of a pass on one graph."""
+
+    name: str
+    seconds: float
+    nodes_before: int
+    nodes_after: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {1e3 * self.seconds:.2f} ms, {self.nodes_before} -> {self.nodes_after} nodes"
 
 
 @dataclass

@@ -18,7 +18,7 @@ from moe_models import Block, Recorder
 
 import fp4_ops
 from fp4_ops.compile_passes import passes, pipeline
-from fp4_ops.compile_passes.pass_log import Pass
+from fp4_ops.compile_passes.passes import Pass
 
 expecttest = pytest.importorskip("expecttest")
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

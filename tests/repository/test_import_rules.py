@@ -13,7 +13,6 @@ ROOMS = {
     "advice": set(),
     "naming": set(),
     "options": set(),
-    "pass_log": {"dynamo.api"},
     "refusal": {"advice", "naming"},
     "graph": set(),
     "index": {"graph", "naming", "refusal"},
@@ -22,7 +21,7 @@ ROOMS = {
     "trace": {"graph", "naming", "refusal", "weights"},
     "neighbours": {"graph"},
     "step": {"graph"},
-    "report": {"naming", "pass_log", "refusal"},
+    "report": {"naming", "refusal"},
     "dynamo.api": set(),
     "dynamo": {"dynamo.api", "graph", "naming", "refusal", "weights"},
     "emit": {
@@ -30,16 +29,16 @@ ROOMS = {
         *("options", "recognise", "refusal", "report", "weights"),
     },
     "passes": {
-        *("emit", "graph", "index", "naming", "neighbours", "options"),
-        *("pass_log", "recognise", "refusal", "report", "step", "trace", "weights"),
+        *("dynamo.api", "emit", "graph", "index", "naming", "neighbours", "options"),
+        *("recognise", "refusal", "report", "step", "trace", "weights"),
     },
     "precompiled": {"dynamo.api", "graph", "options", "weights"},
     "pipeline": {
-        *("advice", "dynamo", "dynamo.api", "graph", "naming", "options", "pass_log"),
+        *("advice", "dynamo", "dynamo.api", "graph", "naming", "options"),
         *("passes", "precompiled", "recognise", "refusal", "report", "trace", "weights"),
     },
     "explain": {"dynamo", "dynamo.api", "naming", "options", "pipeline", "report", "weights"},
-    "program": {"advice", "options", "pass_log", "passes", "report", "trace", "weights"},
+    "program": {"advice", "options", "passes", "report", "trace", "weights"},
     "cli": {"explain", "options"},
 }
 """Rooms of compile_passes that each room may import."""
