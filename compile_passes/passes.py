@@ -44,7 +44,7 @@ from .neighbours.topk import write_topk
 from .options import Options
 from .recognise import alike
 from .recognise.block import need_wide
-from .recognise.evidence import Evidence, router, side_by_side, unrouted
+from .recognise.evidence import Evidence
 from .recognise.mixture import Mixture
 from .recognise.products import Product, find_products, read_batched
 from .recognise.search import Search
@@ -55,7 +55,7 @@ from .step.cache import write_caches
 from .step.counters import write_counters
 from .step.linears import write_linears
 from .trace.capture import mutated_inputs
-from .weights.facts import Facts, note_decoded, written_before, written_to
+from .weights.facts import Facts, note_decoded, written_before
 from .weights.runtime import Swap
 
 log = logging.getLogger("fp4_ops")
@@ -304,11 +304,11 @@ def _without_router(
     for downs, block in blocks:
         if isinstance(block, Refusal):
             if not evidence.may_be_routed(downs):
-                found |= dict.fromkeys(downs, side_by_side(downs))
+                found |= dict.fromkeys(downs, Refusal(Kind.SIDE_BY_SIDE, downs[-1], (len(downs),)))
         elif evidence.of_mixture(block):
             experts |= block.weights
         else:
-            found |= dict.fromkeys(downs, unrouted(block.common.down.ref.node, downs[-1]))
+            found |= dict.fromkeys(downs, Refusal(Kind.UNROUTED, downs[-1], (block.common.down.ref.node,)))
     batched = [b for n in graph.nodes if (b := read_batched(n, s.search.reader, set())) is not None]
     s.routed = {b.node for b in batched if b.weight in experts}
     s.routed |= evidence.routed([b for b in batched if b.weight not in experts])
@@ -327,7 +327,7 @@ def _batched(s: _State) -> None:
     left = [*(r for _, r in refused), *(r for r in s.sites if isinstance(r, Refusal))]
     already = {r.facts for r in left if r.kind is Kind.WRITTEN}
     stacks = [(p, w) for p, w in s.written.items() if p in alive and value(w).dim() == 3]
-    writes = [([p], written_to(w, p)) for p, w in stacks]
+    writes = [([p], Refusal(Kind.WRITTEN, p, (w,))) for p, w in stacks]
     refused += [(downs, r) for downs, r in writes if r.facts not in already]
     s.refused = []
     for downs, refusal in refused:
@@ -376,9 +376,9 @@ def _why_not_packed(s: _State, product: Product) -> Refusal | None:
     router."""
     weight, route = product.weight, product.ids if product.offs is None else product.offs
     if s.evidence.is_router(product.node):
-        return router(weight, product.node)
+        return Refusal(Kind.ROUTER, product.node, (weight,))
     routed = s.evidence.named(weight) or (route is not None and s.evidence.chosen(route))
-    return None if routed else unrouted(weight, product.node)
+    return None if routed else Refusal(Kind.UNROUTED, product.node, (weight,))
 
 
 def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
@@ -388,7 +388,7 @@ def _need_evidence(s: _State, refused: list[fx.Node]) -> None:
             continue
         weights = [w for n in node.all_input_nodes if (w := unswap(n)[0]) in s.facts.fixed]
         if weights and not any(map(s.evidence.named, weights)):
-            s.unrouted[node] = unrouted(weights[0], node)
+            s.unrouted[node] = Refusal(Kind.UNROUTED, node, (weights[0],))
 
 
 def _why_not_read(s: _State, product: Product) -> Refusal | None:

@@ -21,7 +21,7 @@ from .dynamo.api import RestartAnalysis, SkipFrame
 from .dynamo.lengths import allow_scalars, guard_equal_lengths
 from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import called, example
-from .naming import input_name
+from .naming import input_name, short_path
 from .options import Options, inductor_patches
 from .passes import PassLog, Rewritten, fp4_calls, rewrite
 from .recognise.written_decoding import BYTES, TABLE
@@ -259,7 +259,10 @@ def _routes(node: fx.Node) -> bool:
         of = [example(a) for a in node.args if isinstance(a, fx.Node)]
         return any(isinstance(x, torch.Tensor) and not x.dtype.is_floating_point for x in of)
     name = called(node).split(".")[0].rstrip("_")
-    return name in _ROUTING or _weights_by_a_column(node, name) or _chooses_rows(node)
+    if name in _ROUTING or _weights_by_a_column(node, name):
+        return True
+    x = example(node)
+    return isinstance(x, torch.Tensor) and bool(free_unbacked_symbols(x))  # x[scores[:, e] > 0.5]
 
 
 def _weights_by_a_column(node: fx.Node, name: str) -> bool:
@@ -276,19 +279,13 @@ def _weights_by_a_column(node: fx.Node, name: str) -> bool:
 _COLUMNS = ("getitem", "select", "narrow", "unsqueeze", "view", "reshape", "index_select")
 
 
-def _chooses_rows(node: fx.Node) -> bool:
-    """`x[scores[:, e] > 0.5]`"""
-    x = example(node)
-    return isinstance(x, torch.Tensor) and bool(free_unbacked_symbols(x))
-
-
 def _frame_name() -> str:
     context = TracingContext.try_get()
     codes = getattr(context, "traced_code", None)
     if not codes:
         return "(unnamed)"
     code = codes[0]
-    return f"{code.co_name} ({'/'.join(code.co_filename.split('/')[-3:])}:{code.co_firstlineno})"
+    return f"{code.co_name} ({short_path(code.co_filename)}:{code.co_firstlineno})"
 
 
 def _log(frame: Frame, left_whole: bool) -> None:

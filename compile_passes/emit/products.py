@@ -20,14 +20,13 @@ from ..index.terms import Ref
 from ..naming import input_name
 from ..options import Options
 from ..recognise.block import Experts, Matrix, need_wide
-from ..recognise.evidence import Evidence, router, unrouted
+from ..recognise.evidence import Evidence
 from ..recognise.mixture import Matcher
 from ..recognise.pieces import K, N
 from ..recognise.products import Batched, Product, factors, read_batched, read_matrix
 from ..recognise.search import GATHERED, SORTED
 from ..refusal import Kind, Refusal, Refused, need
 from ..report import Load, Site, hint
-from ..weights.facts import written_to
 from .writer import Activations, Packed, QuantisedRows, Writer, place
 
 fp4 = torch.ops.fp4
@@ -88,9 +87,9 @@ def batched_products(
     found = [b for node in graph.nodes if (b := read_batched(node, reader, writer.written)) is not None]
     for b in found:
         if Evidence.is_router(b.node):
-            not_experts[b.node] = router(b.weight, b.node)
+            not_experts[b.node] = Refusal(Kind.ROUTER, b.node, (b.weight,))
         elif b.node not in routed and not b.shared:
-            not_experts[b.node] = unrouted(b.weight, b.node)
+            not_experts[b.node] = Refusal(Kind.UNROUTED, b.node, (b.weight,))
     found = [b for b in found if b.node in routed and b.node not in not_experts]
     nodes = {b.node for b in found}
     packed: dict[fx.Node, Packed] = {}
@@ -103,7 +102,7 @@ def batched_products(
             if not b.shared:
                 made_of[b.node] = _before(b, graph, reader, matcher, nodes)
                 for product in _nearest_products(b.a) & written.keys():
-                    raise Refused(written_to(written[product], product))
+                    raise Refused(Refusal(Kind.WRITTEN, product, (written[product],)))
         except Refused as why:
             stays[b.node] = why.refusal
     for down, ups in made_of.items():  # rewrite all products of an expert, or none

@@ -80,7 +80,14 @@ def _scatter_add(reader: Reader, node: fx.Node, level: int) -> Value:
     rows = _repeated(a["index"])
     if is_op(rows, aten.cat) and len(shape(rows)) == 1:
         return _added_in_pieces(reader, node, level, a["self"], rows, a["src"])
-    return _accumulate(reader, node, level, a["self"], [Value(index.dims[:1], index.term)], a["src"])
+    return _added(
+        reader,
+        node,
+        level,
+        reader.addend(node, a["self"], level),
+        [Value(index.dims[:1], index.term)],
+        a["src"],
+    )
 
 
 @reads(aten.scatter_reduce)
@@ -104,7 +111,7 @@ def _index_put(reader: Reader, node: fx.Node, level: int) -> Value:
     else:
         where = [reader.value(i, 0) for i in indices]
     if a["accumulate"]:
-        return _accumulate(reader, node, level, a["self"], where, a["values"])
+        return _added(reader, node, level, reader.addend(node, a["self"], level), where, a["values"])
     return _put(reader, node, level, a["self"], indices, where, a["values"])
 
 
@@ -114,7 +121,7 @@ def _put(reader: Reader, node: fx.Node, level: int, base: fx.Node, indices: list
     """Read rows that replace base[indices]. If they are base[indices] + y, this adds y."""
     added = _increment(reader, base, indices, rows)
     if added is not None and _once(where):
-        return _accumulate(reader, node, level, base, where, added)
+        return _added(reader, node, level, reader.addend(node, base, level), where, added)
     return _overwrite(reader, node, level, base, where, rows)
 
 
@@ -194,12 +201,6 @@ def _placed(
     carried, fresh = with_fresh(carried, [b for b in bound if b not in every])
     base, carried = reader.together(base, carried, [(d, d) for d in range(len(base.dims))])
     return base, Sum(fresh, carried.term, None), mask
-
-
-def _accumulate(
-    reader: Reader, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
-) -> Value:
-    return _added(reader, node, level, reader.addend(node, base, level), where, source)
 
 
 def _added(

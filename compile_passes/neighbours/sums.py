@@ -51,7 +51,8 @@ def _group_with_workspace(node: fx.Node) -> str | None:
     x, group = a["input"], a["group_name"]
     if a["reduce_op"] != "sum" or not isinstance(group, str) or not is_tensor(x):
         return None
-    if value(x).dtype not in FLOATING or not all(_is_wait(user) for user in node.users):
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    if value(x).dtype not in FLOATING or any(user.target is not wait for user in node.users):
         return None
     found = workspace.of_same_ranks(group)
     if found is None:
@@ -59,10 +60,6 @@ def _group_with_workspace(node: fx.Node) -> str | None:
     name, space = found
     size = _bytes(value(x))
     return name if size is not None and space.sums(size) else None
-
-
-def _is_wait(node: fx.Node) -> bool:
-    return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
 def _bytes(x: torch.Tensor) -> int | None:

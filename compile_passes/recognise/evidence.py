@@ -42,7 +42,6 @@ from ..graph.nodes import (
 from ..index.reader import Reader, same
 from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name
-from ..refusal import Kind, Refusal
 from ..weights.facts import Facts
 from .block import UP, Mixture
 from .pieces import E
@@ -337,22 +336,6 @@ class Evidence:
                     if self._tells(f, e, columns) and any(n in self._soft for n in _nodes(f)):
                         return True
         return False
-
-
-def side_by_side(products: Sequence[fx.Node]) -> Refusal:
-    """Return the refusal of products side by side that look like experts but are never combined with a
-    choice."""
-    return Refusal(Kind.SIDE_BY_SIDE, products[-1], (len(products),))
-
-
-def unrouted(weight: fx.Node, site: fx.Node) -> Refusal:
-    """Return the refusal of a product that looks like an expert's, if nothing shows a router."""
-    return Refusal(Kind.UNROUTED, site, (weight,))
-
-
-def router(weight: fx.Node, site: fx.Node) -> Refusal:
-    """Return the refusal of a product whose result chooses experts or something else."""
-    return Refusal(Kind.ROUTER, site, (weight,))
 
 
 def _chooses(node: fx.Node) -> bool:

@@ -36,7 +36,6 @@ from ..graph.nodes import (
 from ..index.reader import Reader
 from ..index.terms import Apply, Const, Ref, free_axes, is_eq, substitute, walk
 from ..refusal import Kind, Refusal, Refused, need
-from ..weights.facts import written_to
 from .mixture import Linear, Matcher, Mixture
 from .unread import changed_products, first_rows, kind_of, kind_on_output, unread_experts, unread_rows
 
@@ -368,7 +367,7 @@ class Search:
         before."""
         for node in self._entering(step):
             if node in self._written:
-                return written_to(self._written[node], node)
+                return Refusal(Kind.WRITTEN, node, (self._written[node],))
         return None
 
     def _by_other_masks(self, step: fx.Node) -> Refusal | None:

@@ -76,7 +76,7 @@ class Facts:
     def why_not_own(self, weight: fx.Node, site: fx.Node) -> Refusal | None:
         """Return why a packed copy cannot stand for the weight from call to call, or None if it can."""
         if weight in self.mutated:
-            return written_to(weight, site)
+            return Refusal(Kind.WRITTEN, site, (weight,))
         if weight in self.gathered:
             return Refusal(Kind.GATHERED_ANEW, site, (self.gathered[weight], weight))
         return replace(self.stays[weight], node=site) if weight in self.stays else None
@@ -85,10 +85,6 @@ class Facts:
         why = self.why_not_own(weight, site)
         if why is not None:
             raise Refused(why)
-
-
-def written_to(weight: fx.Node, site: fx.Node) -> Refusal:
-    return Refusal(Kind.WRITTEN, site, (weight,))
 
 
 fp4 = torch.ops.fp4
