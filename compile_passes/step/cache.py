@@ -18,16 +18,17 @@ from ...runtime import native
 from ..graph.nodes import (
     arguments,
     aten,
+    integer,
     is_op,
     is_tensor,
     item,
+    operand,
     passes_order,
     same_shape,
     shape,
     static_int,
     value,
 )
-from ..operands import integer, operand
 from .norm import Norm, NotRead, read_norm
 
 fp4 = torch.ops.fp4
