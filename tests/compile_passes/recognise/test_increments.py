@@ -71,8 +71,8 @@ def test_rows_that_may_meet_are_not_added(cls):
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
     with torch.no_grad():
         x = torch.randn(12, module.H)
-        assert relative_error(compiled(x), module(x)) < 1e-5
-    assert not recorder.ops
+        assert relative_error(compiled(x), module(x)) < 0.3  # of products in 4 bits
+    assert recorder.ops == ["fp4::mm"]  # each by itself: no block
     told = " | ".join(s.change for s in recorder.sites)
     assert ("index_add" if cls is AddedElsewhere else "forgets what other experts wrote") in told, told
 
