@@ -107,9 +107,8 @@ class Writer:
 
     def wrapped(self, ids: fx.Node, experts: int) -> fx.Node:
         """Count negative ids from the end, as indexing does: the operators skip them."""
-        return self.call(
-            aten.where.self, self.call(aten.lt.Scalar, ids, 0), self.call(aten.add.Tensor, ids, experts), ids
-        )
+        wrapped = self.call(aten.add.Tensor, ids, experts)
+        return self.call(aten.where.self, self.call(aten.lt.Scalar, ids, 0), wrapped, ids)
 
     # --- weights ---
 
