@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from .backends import available, multiplies_fp4
+from .backends.launchers import scaled
 from .meta.formats import FORMATS
 from .meta.layouts import preferred_layout
 from .meta.text import in_short
@@ -20,6 +21,7 @@ _COMPILED = "tests compile its kernels and check what they need; nobody has run 
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
     ("8.0", "8.6", "8.9", "10.0", "12.0", "12.1"), _COMPILED
 )
+_BY_CUDA = "FP4 rows on FP4 tensor cores, by CUDA kernels: compiled and emulated, not run by us"
 """How kernels are tested, by compute capability (test_architectures.py, and tests marked `gpu`)."""
 
 
@@ -173,7 +175,8 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
     family = ", ".join(names) or "none: Triton is not installed, and no native kernels for this GPU are built"
     layout = preferred_layout("cuda", dtype=torch.bfloat16)
     if multiplies_fp4("nvfp4", "nvfp4"):
-        family += " (FP4 rows on FP4 tensor cores)"
+        by_cuda = scaled.built(torch.cuda.current_device())
+        family += f" ({_BY_CUDA if by_cuda else 'FP4 rows on FP4 tensor cores'})"
     return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)
 
 

@@ -28,7 +28,7 @@ from fp4_ops.meta.layouts import LAYOUTS
 from fp4_ops.runtime import native
 
 EMULATOR = HELPERS / "sm90_emulator"
-FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "sm80")}
+FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "sm80", "sm120")}
 """Folders of csrc with the kernels of each library."""
 MULTIPROCESSORS = 14
 WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
@@ -61,7 +61,8 @@ def kernels(name: str = "sm90") -> Path:
             shutil.copytree(ROOT / "csrc" / folder, Path(made) / folder)
         # A source finds what lies beside it first: here the emulator's own instructions.
         shutil.copy(EMULATOR / "ptx.cuh", Path(made) / "device")
-        shutil.copy(EMULATOR / f"ptx_{name}.cuh", Path(made) / name)
+        for folder in FOLDERS[name][2:]:
+            shutil.copy(EMULATOR / f"ptx_{folder}.cuh", Path(made) / folder)
 
         def compile_one(source: Path) -> str:
             to = f"{made}/{source.stem}.o"

@@ -16,11 +16,12 @@ def installed() -> bool:
 def _multiplies_fp4(format: str) -> bool:
     import torch
 
-    from ...meta.formats import FORMATS
-    from .scaled import support
+    from ...meta.formats import FORMATS, FP4_FORMATS
+    from .scaled import native, support
     from .tiles import device_of
 
-    return support.takes(FORMATS[format], format, device_of(torch.device("cuda")))
+    takes = support.takes(FORMATS[format], format, device_of(torch.device("cuda")))
+    return takes or (format in FP4_FORMATS and native.runs(format, torch.cuda.current_device()))
 
 
 TRITON = Backend(

@@ -16,6 +16,7 @@ from ...meta import checks
 from . import ops
 from .activations import moe_quantized, rows_of
 from .launch import NoTile
+from .scaled import native as cuda
 from .scaled import ops as scaled
 from .scaled import support
 from .tiles import device_of
@@ -42,10 +43,12 @@ def quantize_fp8(x, *, layout="plain"):
     return ops.quantize_fp8(x, order)
 
 
-def or_else(w: ops.WeightArgs, a_format: str, fp4, other):
-    """Calls fp4() if the kernels that multiply FP4 rows directly take the weight; else other()."""
+def or_else(w: ops.WeightArgs, a_format: str, fp4, other, native: bool = False):
+    """Calls fp4() if the kernels that multiply FP4 rows directly take the weight; else other(). `native`: the
+    CUDA kernels take it.
+    """
     device = device_of(w.codes.device)
-    if w.k and support.takes(w.fmt, a_format, device):
+    if w.k and (native or support.takes(w.fmt, a_format, device)):
         try:
             return fp4()
         except NoTile as error:
@@ -65,7 +68,7 @@ def product(prepare, a, m: int, w: ops.WeightArgs, dtype: torch.dtype, *args, **
         x, factor = rows_of(*a)
         return ops.run_product(prepare, x, m, w, dtype, *args, a_factor=factor, **kwargs)
 
-    return or_else(w, a_format, fp4, other)
+    return or_else(w, a_format, fp4, other, cuda.takes(w, a_format))
 
 
 def mm(
@@ -168,7 +171,8 @@ def moe(
     w_up = ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up)
     w_down = ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down)
     arguments = x, topk_ids, topk_weights, w_up, w_down, activation, out_dtype
-    return or_else(w_up, a_format, lambda: scaled.moe(*arguments), lambda: run(*arguments))
+    native = cuda.takes(w_up, a_format) and cuda.takes(w_down, a_format)
+    return or_else(w_up, a_format, lambda: scaled.moe(*arguments), lambda: run(*arguments), native)
 
 
 def to_masked(a, offs, max_m):

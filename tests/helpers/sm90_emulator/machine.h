@@ -71,6 +71,10 @@ void mma(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, Type type);
 // mma.sync.m16n8k32 of int8. d: four integers.
 void mma_int8(int* d, const uint32_t* a, uint32_t b0, uint32_t b1);
 
+// mma.sync.m16n8k64 of e2m1 with block scales, of which only the lanes that the instruction reads count: four
+// e4m3 without a sign, or two e8m0. d: four floats. The sum is exact, and rounded once.
+void mma_scaled(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, uint32_t sfa, uint32_t sfb, bool e4m3);
+
 // ldmatrix.x4.
 void load_matrices(uint32_t address, uint32_t (&m)[4]);
 

@@ -2,6 +2,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "block.h"
@@ -128,6 +129,55 @@ void run_mma_int8(Slots slots) {
   }
 }
 
+struct ScaledOperands {
+  float* d;
+  const uint32_t* a;
+  uint32_t b[2], sfa, sfb;
+};
+static_assert(sizeof(ScaledOperands) <= kSlot);
+
+double e2m1_value(uint32_t word, int i) {
+  static constexpr double kValues[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  const uint32_t code = word >> 4 * i & 15;
+  return code & 8 ? -kValues[code & 7] : kValues[code];
+}
+
+double block_scale(uint32_t word, int i, bool e4m3) {
+  const uint8_t byte = word >> 8 * i;
+  if (e4m3) return e4m3_value(byte & 127);
+  return byte == 255 ? NAN : std::ldexp(1.0, byte - 127);
+}
+
+template <bool kE4m3>
+void run_mma_scaled(Slots slots) {
+  constexpr int kBlock = kE4m3 ? 16 : 32;
+  double a[16][64], b[8][64];
+  ScaledOperands lanes[kWarp];
+  for (int lane = 0; lane < kWarp; ++lane) std::memcpy(&lanes[lane], slots[lane], sizeof(ScaledOperands));
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 8; ++i) {
+      for (int r = 0; r < 4; ++r) {
+        const int k = r / 2 * 32 + 8 * t + i, high = r % 2;
+        const double scale = block_scale(lanes[4 * g + high].sfa, k / kBlock, kE4m3);
+        a[g + 8 * high][k] = e2m1_value(lanes[lane].a[r], i) * scale;
+      }
+      for (int r = 0; r < 2; ++r) {
+        const int k = r * 32 + 8 * t + i;
+        b[g][k] = e2m1_value(lanes[lane].b[r], i) * block_scale(lanes[4 * g].sfb, k / kBlock, kE4m3);
+      }
+    }
+  }
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      double sum = lanes[lane].d[i];
+      for (int k = 0; k < 64; ++k) sum += a[g + i / 2 * 8][k] * b[2 * t + i % 2][k];
+      lanes[lane].d[i] = static_cast<float>(sum);
+    }
+  }
+}
+
 // The oldest product of all lanes of a warp.
 void run_product(Lane* lanes) {
   const Product& first = lanes[0].products.front();
@@ -181,6 +231,12 @@ void mma_int8(int* d, const uint32_t* a, uint32_t b0, uint32_t b1) {
   exchange(&mine, sizeof(mine), run_mma_int8);
 }
 
+void mma_scaled(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, uint32_t sfa, uint32_t sfb,
+                bool e4m3) {
+  const ScaledOperands mine = {d, a, {b0, b1}, sfa, sfb};
+  exchange(&mine, sizeof(mine), e4m3 ? run_mma_scaled<true> : run_mma_scaled<false>);
+}
+
 void wgmma(float* d, const uint32_t* a, uint64_t descriptor, int keep, int tokens, Type type) {
   Lane& lane = *block->lane_;
   lane.products.push_back({d, a, descriptor, keep, tokens, type});
@@ -222,3 +278,16 @@ void load_matrices(uint32_t address, uint32_t (&m)[4]) {
 }
 
 }  // namespace emulator
+
+// One product of a warp: a [32][4], b [32][2], sfa and sfb [32], d [32][4].
+extern "C" void emulator_mma_scaled(float* d, const uint32_t* a, const uint32_t* b, const uint32_t* sfa,
+                                    const uint32_t* sfb, int e4m3) {
+  using namespace emulator;
+  uint8_t slots[kWarp][kSlot];
+  for (int lane = 0; lane < kWarp; ++lane) {
+    const ScaledOperands its = {
+        d + 4 * lane, a + 4 * lane, {b[2 * lane], b[2 * lane + 1]}, sfa[lane], sfb[lane]};
+    std::memcpy(slots[lane], &its, sizeof(its));
+  }
+  e4m3 ? run_mma_scaled<true>(slots) : run_mma_scaled<false>(slots);
+}

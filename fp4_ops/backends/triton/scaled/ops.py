@@ -9,11 +9,13 @@ import torch
 import triton
 
 from ....meta.formats import Format, known_activation
+from ...launchers import scaled as launcher
 from .. import launch, ops
 from ..activations import gated
 from ..launch import TryNext
 from ..ops import Route, WeightArgs
 from ..tiles import Device, Tile, device_of
+from . import native
 from .spec import Scaled
 
 Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -104,9 +106,27 @@ def product(
 ) -> torch.Tensor:
     """Returns out [m, w.n], as ops.run_product. Raises NoTile if no kernel can run here."""
     out = torch.empty((m, w.n), dtype=out_dtype, device=a.packed.device)
-    if out.numel():
+    if out.numel() and native.takes(w, w.fmt.name):
+        rows, route = _native_route(prepare, m, *args)
+        native.multiply(a, w, out, rows, route)
+    elif out.numel():
         _run(prepare, a, m, w, out, *args, **kwargs)
     return out
+
+
+def _native_route(prepare, m: int, *args) -> tuple[int, launcher.Route]:
+    """Returns the rows (of a group, if masked) and the route of what `prepare` is for."""
+    if prepare is ops.prepare_dense:
+        return m, launcher.Route(launcher.DENSE)
+    if prepare is ops.prepare_masked:
+        (counts,) = args
+        most = m // counts.shape[0]
+        return most, launcher.Route(launcher.MASKED, counts.clamp(0, most).int())
+    if prepare is ops.prepare_grouped:
+        (offs,) = args
+        return m, launcher.Route(launcher.CONTIGUOUS, offs.clamp(0, m).int())
+    ids, groups = args
+    return m, native.by_ids(ids, groups)
 
 
 def grouped_mm_k(a: FP4Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
@@ -144,6 +164,8 @@ def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> 
     """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H], without bias and
     weight.
     """
+    if native.takes(up, up.fmt.name) and native.takes(down, down.fmt.name):
+        return _native_experts(x, topk_ids, up, down, activation)
     rows, device = topk_ids.numel(), device_of(x.device)
     a = _quantized(x, up.fmt)
     up_spec = _spec(ops.prepare_indexed, a, up, torch.float32, topk_ids.shape[1])
@@ -158,6 +180,18 @@ def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> 
     h = _quantized(gated(y, down.k, known_activation(activation)), down.fmt)
     y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
     _launch(h, down, route, y, down_tile, down_spec)
+    return y
+
+
+def _native_experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> torch.Tensor:
+    """Does the same by the CUDA kernels."""
+    rows, top_k = topk_ids.numel(), topk_ids.shape[1]
+    route = native.by_ids(topk_ids.view(-1), up.groups)
+    y = torch.empty((rows, up.n), dtype=torch.float32, device=x.device)
+    native.multiply(_quantized(x, up.fmt), up, y, rows, route, top_k)
+    h = _quantized(gated(y, down.k, known_activation(activation)), down.fmt)
+    y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
+    native.multiply(h, down, y, rows, route)
     return y
 
 

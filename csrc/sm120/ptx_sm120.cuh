@@ -1,0 +1,39 @@
+// GPU instructions of compute capability 12.x beyond device/ptx.cuh and sm80/ptx_sm80.cuh.
+// tests/helpers/sm90_emulator/ptx_sm120.cuh defines each of them in C++.
+#pragma once
+
+#include <cstdint>
+
+namespace fp4::sm120 {
+
+__device__ __forceinline__ uint32_t load_shared_2(uint32_t smem) {
+  uint16_t value;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(smem));
+  return value;
+}
+
+// D[16, 8] += A[16, 64] B[64, 8] of e2m1 codes with block scales, to float32. Lane 4g + t has
+//   a     rows g (a[0], a[2]) and g + 8 (a[1], a[3]): codes 8t to 8t + 7 of K's first half, then of its
+//   second b     the same codes of column g sfa   t = 0: the scales of row g, t = 1: of row g + 8; other
+//   lanes' are not read sfb   t = 0: the scales of column g; other lanes' are not read d     rows g (x, y)
+//   and g + 8 (z, w), columns 2t and 2t + 1
+// The lowest code and scale come first. nvfp4 has four e4m3 scales without a sign, of 16 K each. mxfp4 has
+// two e8m0 scales of 32 K each, in the lower two bytes.
+template <bool kNvfp4>
+__device__ __forceinline__ void mma_scaled(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
+                                           uint32_t sfa, uint32_t sfb) {
+#define FP4_MMA(vector, types)                                                                    \
+  asm volatile("mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::" vector  \
+               ".f32.e2m1.e2m1.f32." types                                                        \
+               " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3}, %10, {0, 0}, %11, {0, 0};" \
+               : "+f"(d.x), "+f"(d.y), "+f"(d.z), "+f"(d.w)                                       \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "r"(sfa), "r"(sfb))
+  if constexpr (kNvfp4) {
+    FP4_MMA("4X", "ue4m3");
+  } else {
+    FP4_MMA("2X", "ue8m0");
+  }
+#undef FP4_MMA
+}
+
+}  // namespace fp4::sm120

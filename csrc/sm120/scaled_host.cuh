@@ -1,0 +1,96 @@
+// The host side of the products of FP4 rows by FP4 weights: the candidates, the choice among them, launches.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <iterator>
+
+#include "../device/prefill_host.cuh"
+#include "scaled.h"
+#include "scaled_kernel.cuh"
+
+namespace fp4::sm120 {
+
+struct Candidate {
+  const char* name;
+  int tokens, rows, shared_bytes;
+  int (*launch)(const Problem&, int blocks, cudaStream_t);
+};
+
+template <class Config>
+int launch(const Problem& problem, int blocks, cudaStream_t stream) {
+  constexpr size_t kBytes = sizeof(SharedStorage<Config>);
+  static_assert(kBytes <= kMostShared);
+  auto kernel = scaled_kernel<Config>;
+  static std::atomic<uint64_t> allowed;
+  if (const cudaError_t error = allow_shared(kernel, kBytes, allowed); error != cudaSuccess) return error;
+  const LaunchShape shape = {dim3(blocks), dim3(Config::Threads), kBytes, 1, true};
+  return launch_kernel(kernel, shape, false, stream, problem);
+}
+
+template <class Config>
+constexpr Candidate candidate(const char* name) {
+  return {name, Config::MaxTokens, Config::Rows, sizeof(SharedStorage<Config>), launch<Config>};
+}
+
+// ScaledConfig<nvfp4, warps (rows), warps (tokens), row tiles of a warp, widths, stages>, in falling order of
+// their tokens. Each fills the shared memory of a multiprocessor.
+template <bool kNvfp4>
+constexpr Candidate kCandidates[] = {
+    candidate<ScaledConfig<kNvfp4, 4, 2, 2, WidthList<128, 96, 64>, 2>>("rows 128, tokens 128, stages 2"),
+    candidate<ScaledConfig<kNvfp4, 4, 2, 2, WidthList<64, 32>, 3>>("rows 128, tokens 64, stages 3"),
+    candidate<ScaledConfig<kNvfp4, 8, 1, 1, WidthList<32>, 4>>("rows 128, tokens 32, stages 4"),
+    candidate<ScaledConfig<kNvfp4, 8, 1, 1, WidthList<16>, 4>>("rows 128, tokens 16, stages 4"),
+};
+constexpr int kCandidateCount = std::size(kCandidates<true>);
+
+// Returns the candidate with the fewest tokens that hold a group of the expected size. Nothing was measured.
+inline int choose(const ScaledArguments& a) {
+  const int rows = ExpectedRows(a.mode, a.groups, a.m).many();
+  int found = kCandidateCount - 1;
+  while (found > 0 && kCandidates<true>[found].tokens < rows) --found;
+  return found;
+}
+
+inline bool is_valid(const ScaledArguments& a) {
+  return a.groups >= 1 && a.m >= 0 && a.n >= 8 && a.n % 8 == 0 && a.k >= kPart && a.k % kPart == 0 &&
+         a.a_div >= 1 && a.x_scale_bytes % 4 == 0 && a.config < kCandidateCount &&
+         (a.mode != RowMode::kDense || a.groups == 1) &&
+         (a.sorted_rows == nullptr || a.mode == RowMode::kContiguous);
+}
+
+// Returns 0, a cudaError_t, or kBadArgument.
+inline int run(const ScaledArguments& a) {
+  if (!is_valid(a)) return kBadArgument;
+  if (a.m == 0) return 0;
+  int device = 0, major = 0, sms = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (major != 12) return cudaErrorNoKernelImageForDevice;
+  const int number = a.config >= 0 ? a.config : choose(a);
+  const Candidate& chosen = a.nvfp4 ? kCandidates<true>[number] : kCandidates<false>[number];
+  Problem problem = {};
+  problem.tiling = {
+      {a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, chosen.rows), ceil_div(a.k, kStep), 0};
+  problem.x = static_cast<const uint8_t*>(a.x);
+  problem.x_scales = static_cast<const uint8_t*>(a.x_scales);
+  problem.codes = static_cast<const uint8_t*>(a.codes);
+  problem.scales = static_cast<const uint8_t*>(a.scales);
+  problem.x_factor = a.x_factor;
+  problem.global_scale = a.global_scale;
+  problem.bias = a.bias;
+  problem.out = a.out;
+  problem.sorted_rows = a.sorted_rows;
+  problem.bias_type = a.bias_type;
+  problem.out_type = a.out_type;
+  problem.n = a.n;
+  problem.k = a.k;
+  problem.a_div = a.a_div;
+  problem.x_scale_bytes = a.x_scale_bytes;
+  problem.scale_bytes = a.k / (a.nvfp4 ? 16 : 32);
+  return chosen.launch(problem, sms, static_cast<cudaStream_t>(a.stream));
+}
+
+}  // namespace fp4::sm120

@@ -1,0 +1,121 @@
+"""Launches csrc/sm120: FP4 rows by FP4 weights, both in layout plain, on GPUs of compute capability 12.x."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...meta.formats import FORMATS
+from ...runtime import native
+from .library import DTYPE_CODES, address, call, library, stream
+
+MAJOR = 12
+"""Compute capability of the GPUs whose tensor cores have the instruction, without its second number."""
+PART, COLUMNS, SCALE_BYTES = 64, 8, 4
+"""K must be a multiple of PART, N of COLUMNS, and rows of scales begin at multiples of SCALE_BYTES."""
+DENSE, CONTIGUOUS, MASKED = range(3)
+"""Values of `RowMode` in csrc/device/interface.h."""
+CANDIDATES = 4
+"""Number of candidates in csrc/sm120/scaled_host.cuh."""
+
+_POINTERS = (
+    *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out", "group_rows"),
+    *("sorted_rows", "stream"),
+)
+_NUMBERS = (
+    *("m", "groups", "n", "k", "a_div", "x_scale_bytes", "nvfp4", "config", "mode", "out_type"),
+    "bias_type",
+)
+
+
+class ScaledArguments(ctypes.Structure):
+    """`ScaledArguments` of csrc/sm120/scaled.h."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _NUMBERS]
+
+
+class Rows(NamedTuple):
+    """Quantised rows: e2m1 code * block scale * factor."""
+
+    packed: Tensor
+    """uint8 [rows, K/2]."""
+    scale: Tensor
+    """Bytes [rows, S], of which the first ceil(K/block) count."""
+    factor: Tensor | None
+    """float32 [rows], or None for ones."""
+
+
+class Weights(NamedTuple):
+    """Weights [groups, N, K] in layout plain."""
+
+    packed: Tensor
+    """uint8 [groups, N, K/2]."""
+    scale: Tensor
+    global_scale: Tensor | None
+    """float32 [groups], or None for ones."""
+    bias: Tensor | None
+    format: str
+
+
+class Route(NamedTuple):
+    """Which rows a group has. Rows of no group become zeros."""
+
+    mode: int
+    group_rows: Tensor | None = None
+    """int32 [groups]: ends of the groups, or with MASKED the number of rows in each."""
+    sorted_rows: Tensor | None = None
+    """int32 [m], with CONTIGUOUS: the row at each sorted position. None: the identity."""
+
+
+@functools.cache
+def built(device_index: int) -> bool:
+    """True if the GPU has compute capability 12.x and `_sm80.so` has code with the kernels for it."""
+    if (
+        torch.cuda.get_device_capability(device_index)[0] != MAJOR
+        or native.family(device_index) != native.MMA
+    ):
+        return False
+    return hasattr(library(native.MMA), "fp4_kernel_scaled")
+
+
+def takes(n: int, k: int) -> bool:
+    """True if the kernels multiply by weights of this shape."""
+    return n > 0 and k > 0 and n % COLUMNS == 0 and k % PART == 0
+
+
+def arguments(
+    x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
+) -> tuple[ScaledArguments, Tensor]:
+    """Returns the arguments of a launch, and the scales of the rows, which must live until then.
+
+    `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1.
+    """
+    scale = x.scale
+    if scale.shape[1] % SCALE_BYTES:
+        scale = pad(scale.view(torch.uint8), (0, -scale.shape[1] % SCALE_BYTES))
+    groups, n, bytes_of_k = w.packed.shape
+    return ScaledArguments(
+        x=address(x.packed), x_scales=address(scale), x_factor=address(x.factor), codes=address(w.packed),
+        scales=address(w.scale), global_scale=address(w.global_scale), bias=address(w.bias),
+        out=address(out), group_rows=address(route.group_rows), sorted_rows=address(route.sorted_rows),
+        stream=stream(), m=m, groups=groups, n=n, k=2 * bytes_of_k, a_div=a_div,
+        x_scale_bytes=scale.shape[1], nvfp4=FORMATS[w.format].has_global_scale, config=config,
+        mode=route.mode, out_type=DTYPE_CODES[out.dtype],
+        bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
+    ), scale  # fmt: skip
+
+
+def multiply(
+    x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
+) -> None:
+    """Computes row r of `out`: row r // a_div of `x` by the weights of row r's group, plus the bias.
+
+    The other arguments are those of `arguments`.
+    """
+    given, _scale = arguments(x, w, out, m, route, a_div, config)
+    call("fp4_kernel_scaled", ctypes.byref(given))

@@ -1,0 +1,136 @@
+"""Products of FP4 rows and FP4 weights by the CUDA kernels of csrc/sm120, in the place of Triton's.
+
+They run on GPUs of compute capability 12.x that `_sm80.so` was built for. Nobody has run them: they were
+compiled, and emulated. So each format's first use on a GPU is compared with the dequantised product. Triton's
+kernels run if that differs. This module does not need Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ....meta.formats import FORMATS
+from ....meta.torch_internals import without_modes
+from ....runtime import first_use, native
+from ....runtime.oracle import dequantize, relative_error
+from ...launchers import rows, scaled
+
+if TYPE_CHECKING:
+    from ..ops import WeightArgs
+    from .ops import FP4Rows
+
+BOUND = 1e-5
+"""Bound of the error at the first use. Products are exact and sums are float32."""
+MOST_GROUPS = 1023
+"""Most groups that the routing kernel sorts."""
+
+
+def takes(w: WeightArgs, a_format: str) -> bool:
+    """True if the kernels multiply rows of `a_format` by this weight, and passed the check."""
+    if not w.codes.is_cuda or a_format != w.fmt.name or w.fmt.element != "e2m1":
+        return False
+    return scaled.takes(w.n, w.k) and w.groups <= MOST_GROUPS and runs(a_format, w.codes.device.index)
+
+
+def runs(format: str, device_index: int) -> bool:
+    """True if the GPU has these kernels, and those of the format passed the check."""
+    return scaled.built(device_index) and trusted(format, device_index)
+
+
+def trusted(format: str, device_index: int) -> bool:
+    properties = torch.cuda.get_device_properties(device_index)
+    with torch.cuda.device(device_index), without_modes():
+        return first_use.agrees(
+            f"the CUDA product of {format} rows and weights",
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}",
+            native.build(native.MMA), functools.partial(first_error, format), BOUND, "Triton",
+        )  # fmt: skip
+
+
+def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 832)) -> float:
+    """The largest error of every candidate and kind of groups, relative to the norm. `shape`: N and K of the
+    weights; N ends inside a tile, and K inside a step.
+
+    It is infinite if repeats differ in a bit, or if a kernel does not run.
+    """
+    generator = torch.Generator().manual_seed(0)
+    fmt, found, place = FORMATS[format], 0.0, torch.device("cuda", torch.cuda.current_device())
+    groups, (n, k) = 3, shape
+
+    def random(lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        low, high = (0x20, 0x50) if fmt.has_global_scale else (118, 132)
+        packed = torch.randint(0, 256, (*lead, k // 2), generator=generator, device="cpu").to(torch.uint8)
+        scale = torch.randint(low, high, (*lead, k // fmt.block), generator=generator, device="cpu")
+        factor = torch.rand(lead[:1], generator=generator, device="cpu", dtype=torch.float32) + 0.5
+        return packed.to(place), scale.to(torch.uint8).to(place), factor.to(place)
+
+    def values(packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
+        typed = scale.view(torch.float8_e4m3fn if fmt.has_global_scale else torch.float8_e8m0fnu)
+        return dequantize(packed, typed, factor, format)
+
+    weight = random((groups, n))
+    dense = values(*weight)
+    counts = torch.tensor([130, 0, 37], device=place, dtype=torch.int32)
+    for config in range(scaled.CANDIDATES):
+        for route, m, ids in _routes(counts):
+            x = random((ids.numel(),))
+            codes, scales, factor = (t[:1] if route.mode == scaled.DENSE else t for t in weight)
+            w = scaled.Weights(codes, scales, factor, None, format)
+            outs = []
+            for _ in range(repeats):
+                out = torch.full((ids.numel(), n), torch.nan, device=place, dtype=torch.float32)
+                try:
+                    scaled.multiply(scaled.Rows(*x), w, out, m, route, config=config)
+                except RuntimeError as error:
+                    logging.getLogger("fp4_ops").warning("fp4: FP4 x FP4 by CUDA does not run: %s", error)
+                    return math.inf
+                outs.append(out)
+            exact = values(*x)
+            want = torch.zeros_like(outs[0], dtype=torch.float64)
+            for e in range(groups):
+                want[ids == e] = exact[ids == e] @ dense[e].mT
+            if any(not torch.equal(out, outs[0]) for out in outs[1:]):
+                return math.inf
+            found = max(found, relative_error(outs[0], want))
+    return found
+
+
+def _routes(counts: Tensor) -> list[tuple[scaled.Route, int, Tensor]]:
+    """Returns each kind of groups with its `m`, and the group of each row, -1 for none."""
+    groups, most, m = counts.numel(), int(counts.max()), int(counts.sum()) + 3
+    ends = counts.cumsum(0).int()
+    place = torch.arange(m, device=counts.device)
+    sorted_ids = torch.bucketize(place, ends, right=True)
+    sorted_ids = torch.where(sorted_ids < groups, sorted_ids, -1)
+    order = (place * 7 % m).int() if m % 7 else place.int()
+    of_row = torch.empty_like(sorted_ids)
+    of_row[order.long()] = sorted_ids
+    there = torch.arange(most, device=counts.device) < counts[:, None]
+    masked = torch.where(there, torch.arange(groups, device=counts.device)[:, None], -1).flatten()
+    return [
+        (scaled.Route(scaled.DENSE), most, torch.zeros(most, device=counts.device, dtype=torch.long)),
+        (scaled.Route(scaled.CONTIGUOUS, ends), m, sorted_ids),
+        (scaled.Route(scaled.CONTIGUOUS, ends, order), m, of_row),
+        (scaled.Route(scaled.MASKED, counts), most, masked),
+    ]
+
+
+def by_ids(ids: Tensor, groups: int) -> scaled.Route:
+    """Returns the route of rows by their experts' ids."""
+    offs, sorted_rows, _ = rows.route(ids.contiguous(), groups)
+    return scaled.Route(scaled.CONTIGUOUS, offs, sorted_rows)
+
+
+def multiply(a: FP4Rows, w: WeightArgs, out: Tensor, m: int, route: scaled.Route, a_div: int = 1) -> None:
+    """Computes `out` as `launchers.scaled.multiply` does."""
+    shape = w.groups, w.n
+    weights = scaled.Weights(
+        w.codes.view(*shape, -1), w.scale.view(*shape, -1), w.global_scale, w.bias, w.fmt.name
+    )
+    scaled.multiply(scaled.Rows(a.packed, a.scale, a.factor), weights, out, m, route, a_div)
