@@ -12,13 +12,15 @@ __device__ __forceinline__ uint32_t load_shared_2(uint32_t smem) {
   return value;
 }
 
-// D[16, 8] += A[16, 64] B[64, 8] of e2m1 codes with block scales, to float32. Lane 4g + t has
-//   a     rows g (a[0], a[2]) and g + 8 (a[1], a[3]): codes 8t to 8t + 7 of K's first half, then of its
-//   second b     the same codes of column g sfa   t = 0: the scales of row g, t = 1: of row g + 8; other
-//   lanes' are not read sfb   t = 0: the scales of column g; other lanes' are not read d     rows g (x, y)
-//   and g + 8 (z, w), columns 2t and 2t + 1
-// The lowest code and scale come first. nvfp4 has four e4m3 scales without a sign, of 16 K each. mxfp4 has
-// two e8m0 scales of 32 K each, in the lower two bytes.
+// D[16, 8] += A[16, 64] B[64, 8] of e2m1 codes with block scales, to float32.
+//
+// Lane 4g + t has codes 8t to 8t + 7 of each half of K: of rows g (a[0] and a[2]) and g + 8 (a[1] and a[3]),
+// and of column g (b0 and b1). Its sums are those of rows g (x, y) and g + 8 (z, w), columns 2t and 2t + 1.
+//
+// The scales of row g come from sfa of the lane with t = 0, and those of row g + 8 from t = 1. The scales of
+// column g come from sfb of the lane with t = 0. Other lanes' words are not read. nvfp4 has four e4m3 scales
+// without a sign, of 16 K each; mxfp4 has two e8m0 scales of 32 K each in the lower half of the word. In a
+// word the lowest code or scale comes first.
 template <bool kNvfp4>
 __device__ __forceinline__ void mma_scaled(float4& d, const uint32_t (&a)[4], uint32_t b0, uint32_t b1,
                                            uint32_t sfa, uint32_t sfb) {
