@@ -1,10 +1,28 @@
-// GPU instructions of compute capability 12.x beyond device/ptx.cuh and sm80/ptx_sm80.cuh.
+// GPU instructions of the kernels for compute capability 12.x beyond device/ptx.cuh.
 // tests/helpers/sm90_emulator/ptx_sm120.cuh defines each of them in C++.
 #pragma once
 
 #include <cstdint>
 
 namespace fp4::sm120 {
+
+// Copies 16 bytes into shared memory in the background if `wanted`, past L1. It has no branches.
+__device__ __forceinline__ void copy_16(uint32_t smem, const void* from, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.cg.shared.global [%0], [%1], 16;\n}\n" ::"r"(smem),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+
+// The same for 4 bytes, which L1 keeps.
+__device__ __forceinline__ void copy_4(uint32_t smem, const void* from, bool wanted) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
+      "@wanted cp.async.ca.shared.global [%0], [%1], 4;\n}\n" ::"r"(smem),
+      "l"(from), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 
 __device__ __forceinline__ uint32_t load_shared_2(uint32_t smem) {
   uint16_t value;

@@ -17,7 +17,6 @@
 #include <type_traits>
 
 #include "../device/ptx.cuh"
-#include "../sm80/ptx_sm80.cuh"
 #include "ptx_sm120.cuh"
 #include "scaled_config.cuh"
 
@@ -123,8 +122,8 @@ class ScaledBlock {
       const int row = i * kPass + threadIdx.x / kPieces;
       const bool wanted = row < min(rows, Most) && byte < problem_.k / 2;
       const int64_t from = wanted ? row_of(row) * (problem_.k / 2) + byte : 0;
-      sm80::copy_16(smem_address(to) + row * kRowBytes + (piece ^ row / kSwizzle % kPieces) * kPiece,
-                    codes + from, wanted, true);
+      copy_16(smem_address(to) + row * kRowBytes + (piece ^ row / kSwizzle % kPieces) * kPiece, codes + from,
+              wanted);
     }
     constexpr int kWords = kScaleBytes / 4, kWordPass = Config::Threads / kWords;
     const int word = threadIdx.x % kWords, step_at = cursor_.step * Config::StepScales;
@@ -135,7 +134,7 @@ class ScaledBlock {
       const int64_t begin = wanted ? row_of(row) * scale_bytes : 0;
       const int64_t from = (begin + step_at) / 4 * 4 + word * 4;
       wanted = wanted && from < begin + problem_.scale_bytes;
-      sm80::copy_4(smem_address(to_scales) + row * kScaleBytes + word * 4, scales + from, wanted, true);
+      copy_4(smem_address(to_scales) + row * kScaleBytes + word * 4, scales + from, wanted);
     }
   }
 

@@ -58,7 +58,7 @@ BACKENDS = {
     "cpu": {"base"},
     "hopper": {"base"},
     "mma": {"base"},
-    "triton": {"base"},
+    "triton": {"base", "launchers"},
     "operators": {"anywhere"},
     "samples": {"triton"},
 }
@@ -83,7 +83,8 @@ FOLDERS = {
     "cpu": {"common", "cpu"},
     "device": {"common", "device"},
     "sm90": {"common", "device", "sm90"},
-    "sm80": {"common", "device", "sm80"},
+    "sm80": {"common", "device", "sm80", "sm120"},  # a source of the one library with both
+    "sm120": {"common", "device", "sm120"},
     "nvlink": {"nvlink"},
     "cuda": {"common", "cuda", "device"},
     "dev": {"common", "cuda", "dev", "device"},

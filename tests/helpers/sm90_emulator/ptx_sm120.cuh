@@ -5,6 +5,13 @@
 
 namespace fp4::sm120 {
 
+inline void copy_16(uint32_t smem, const void* from, bool wanted) {
+  if (wanted) emulator::copy(smem, from, 16);
+}
+inline void copy_4(uint32_t smem, const void* from, bool wanted) {
+  if (wanted) emulator::copy(smem, from, 4, 4);
+}
+
 inline uint32_t load_shared_2(uint32_t smem) { return device::load_shared<uint16_t>(smem); }
 
 template <bool kNvfp4>
