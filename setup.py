@@ -161,6 +161,8 @@ class KernelLibrary(NamedTuple):
     name: str
     archs: tuple[str, ...]
     """Architectures that the library may have code for."""
+    includes: tuple[str, ...] = ()
+    """Other folders of csrc whose headers the sources include."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -172,7 +174,8 @@ class KernelLibrary(NamedTuple):
 
     @property
     def headers(self) -> list[Path]:
-        found = [file for folder in self.folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
+        folders = *self.folders, *(Path("csrc", folder) for folder in self.includes)
+        found = [file for folder in folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
         return [*found, Path("csrc/common/sm90_layout.h"), Path("build/fitted.h")]
 
     def flags(self, archs: Sequence[str]) -> list[str]:
@@ -185,7 +188,7 @@ class KernelLibrary(NamedTuple):
 
 
 HOPPER = KernelLibrary("sm90", ("90a",))
-MMA = KernelLibrary("sm80", tuple(arch for arch in CUDA_ARCHS if arch != "90a"))
+MMA = KernelLibrary("sm80", tuple(arch for arch in CUDA_ARCHS if arch != "90a"), ("sm120",))
 
 
 OLDEST_NVCC, OLDEST_NVCC_OF_FAMILIES = (12, 8), (12, 9)  # the second knows 100f and 120f
