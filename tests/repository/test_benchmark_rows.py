@@ -614,12 +614,24 @@ def test_rows_of_ggml(monkeypatch):
     assert products[0]["kernel"] == "fp4_ops mxfp4" and products[0]["error"] == 1e-3
 
 
+def graph_of(call):
+    """Returns what replays a call, and its outputs, which a replay overwrites."""
+    outs = call()
+
+    def replay():
+        for out, new in zip(outs, call(), strict=True):
+            out.copy_(new)
+
+    return replay, outs
+
+
 @pytest.fixture
 def host_slots(monkeypatch):
     """Experts in host memory without a GPU: nothing is mapped, captured or timed."""
     module = imported("slots")
     monkeypatch.setattr(module, "map_block", lambda block, device: block)
-    monkeypatch.setattr(module, "graph_of", lambda call: call)
+    monkeypatch.setattr(module, "graph_of", graph_of)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
     monkeypatch.setattr(module, "link_rate", lambda: 5e10)
     monkeypatch.setattr(module, "LAYOUT", "plain")
     monkeypatch.setattr(module, "WARM", 1)
@@ -639,7 +651,8 @@ def test_rows_of_slots(host_slots, monkeypatch):
     parts = types.SimpleNamespace(slots_plan=lambda *_: (0, 0), slots_fetch=lambda *_: 0)
     monkeypatch.setattr(torch.ops, "fp4_parts", parts)
     rows = first_rows("slots", ["--layers", "2", "--models", "qwen3-30b", "--tokens", "20"])
-    assert [r["table"] for r in rows] == ["link"] * 3 + ["decode"] * 8 + ["prefill"] * 4
+    assert [r["table"] for r in rows] == ["link"] * 3 + ["decode"] * 8 + ["prefill"] * 4 + ["peer"] * 3
+    assert all(r["difference"] == 0 for r in rows[3:15])
     assert [r["routing"] for r in rows[3:7]] == ["same", "recent", "uniform", "new"]
 
 
@@ -651,7 +664,8 @@ def test_rows_of_slots_model(host_slots, monkeypatch):
     monkeypatch.setattr(module, "CONFIG", {**module.CONFIG, **small})
     monkeypatch.setattr(importlib.import_module("fp4_ops.models.memory_plan"), "RESERVE_LEAST", 1)
     rows = first_rows("slots_model", ["--layers", "1", "--steps", "10", "--batches", "2", "--tokens", "8"])
-    assert [(r["table"], r["experts"]) for r in rows] == [
+    assert rows[0]["table"] == "budget"
+    assert [(r["table"], r["experts"]) for r in rows[1:]] == [
         (table, where) for where in ("GPU", "slots") for table in ("prefill", "generate")
     ]
     assert rows[-1]["equal_ratio"] == 1.0
