@@ -8,8 +8,9 @@ from report_cells import grid, rows, source, table
 
 from fp4_ops.models.memory_plan import RECENCY, LayerExperts, MemoryPlan
 
-SLOTS = ("slots_qwen3_30b_h200",)
-BUDGET = "slots_budget_h200"
+SLOTS = ("slots_qwen3_30b_h200", "slots_gpt_oss_120b_h200")
+BUDGETS = {"slots_budget_h200": 4, "slots_budget_48_h200": 48}
+"""Records, and layers of their model."""
 
 
 @table
@@ -78,10 +79,11 @@ def slots_peer() -> str:
 
 @table
 def slots_budget() -> str:
-    name = BUDGET
-    heads = ["tokens of the prompt", "at once", "ms", "memory before, GB", "most memory, GB", "budget, GB"]
+    heads = ["layers", "tokens of the prompt", "at once", "ms", "memory before, GB", "most memory, GB",
+             "budget, GB"]  # fmt: skip
     keys = ("tokens", "at_once", "ms", "held_gb", "peak_gb", "budget_gb")
-    return f"{grid(heads, [[r[k] for k in keys] for r in rows(name, 'budget')])}\n\n{source(name)}"
+    lines = [[layers, *(r[k] for k in keys)] for n, layers in BUDGETS.items() for r in rows(n, "budget")]
+    return f"{grid(heads, lines)}\n\n{source(*BUDGETS)}"
 
 
 class Shape(NamedTuple):
