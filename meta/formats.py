@@ -90,7 +90,7 @@ class Activation:
 
     name: str
     function: str = "silu"
-    """f: "silu", "gelu" (exact, erf), "gelu_tanh" or "relu2" (the square of relu)."""
+    """f: "silu", "gelu" (exact, erf), "gelu_tanh", "relu2" (the square of relu) or "situ" (see `caps`)."""
     interleaved: bool = False
     alpha: float = 1.0
     """f(g) = g * sigmoid(alpha * g) for the silu family."""
@@ -100,11 +100,19 @@ class Activation:
     """Constant that is added to up."""
     gated: bool = True
     """True if the first product computes gate and up, False if it computes only up."""
+    caps: tuple[float, float] | None = None
+    """Soft limits of gate and up in the function "situ". With s(x, c) = c * tanh(x / c), it is
+    h = s(gate, caps[0]) * sigmoid(gate) * s(up, caps[1])."""
 
     @property
     def parts(self) -> int:
         """Number of rows of the first weight for each column of the second: 2 (gate and up) or 1 (up)."""
         return 2 if self.gated else 1
+
+    @property
+    def linear_in_up(self) -> bool:
+        """True if a factor of up is the same factor of h."""
+        return self.gated and self.limit is None and self.caps is None and not self.up_offset
 
 
 ACTIVATIONS = {
@@ -116,9 +124,12 @@ ACTIVATIONS = {
         Activation("swigluoai", interleaved=True, alpha=1.702, limit=7.0, up_offset=1.0),
         Activation("swigluoai_halves", alpha=1.702, limit=7.0, up_offset=1.0),
         Activation("relu2", "relu2", gated=False),  # Nemotron's: relu(up)^2
+        Activation("situ", "situ", caps=(4.0, 25.0)),  # Kimi-K3
+        Activation("situ_interleaved", "situ", interleaved=True, caps=(4.0, 25.0)),
     )
 }
-"""Activations by name. One with a gate may get another limit, `silu(limit=10)`; see `find_activation`."""
+"""Activations by name. One with a gate and without caps may get another limit, `silu(limit=10)`; see
+`find_activation`."""
 
 ACTIVATION_NAMES = tuple(sorted(ACTIVATIONS))
 
@@ -134,7 +145,7 @@ def find_activation(name: str) -> Activation | None:
         return ACTIVATIONS[name]
     written = _LIMITED.fullmatch(name)
     base = ACTIVATIONS.get(written[1]) if written else None
-    if written is None or base is None or not base.gated:
+    if written is None or base is None or not base.gated or base.caps:
         return None
     limit = float(written[2])
     return replace(base, name=name, limit=limit) if LIMITS[0] < limit < LIMITS[1] else None

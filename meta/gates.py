@@ -18,7 +18,13 @@ def apply_gate(x: Tensor, activation: Activation) -> Tensor:
     gate, up = (x[..., ::2], x[..., 1::2]) if activation.interleaved else x.chunk(2, dim=-1)
     if activation.limit is not None:
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
+    if activation.caps is not None:
+        up = _capped(up, activation.caps[1])
     return _curve(gate, activation) * (up + activation.up_offset)
+
+
+def _capped(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap)
 
 
 def _curve(x: Tensor, activation: Activation) -> Tensor:
@@ -27,6 +33,8 @@ def _curve(x: Tensor, activation: Activation) -> Tensor:
         return F.relu(x).square()
     if activation.function == "silu":
         return x * torch.sigmoid(activation.alpha * x)
+    if activation.caps is not None:
+        return _capped(x, activation.caps[0]) * torch.sigmoid(x)
     return F.gelu(x, approximate=_APPROXIMATE[activation.function])
 
 
@@ -37,6 +45,9 @@ def _slope(x: Tensor, activation: Activation) -> Tensor:
     if activation.function == "silu":
         s = torch.sigmoid(activation.alpha * x)
         return s * (1 + activation.alpha * x * (1 - s))
+    if activation.caps is not None:
+        s, cap = torch.sigmoid(x), activation.caps[0]
+        return s * (1 - torch.tanh(x / cap).square()) + _capped(x, cap) * s * (1 - s)
     approximate = _APPROXIMATE[activation.function]
     return torch.ops.aten.gelu_backward(torch.ones_like(x), x, approximate=approximate)
 
@@ -49,7 +60,10 @@ def gate_gradient(u: Tensor, grad: Tensor, act: Activation) -> Tensor:
     gate, up = raw_gate, raw_up
     if act.limit is not None:
         gate, up = gate.clamp(max=act.limit), up.clamp(-act.limit, act.limit)
-    d_gate, d_up = grad * (up + act.up_offset) * _slope(gate, act), grad * _curve(gate, act)
+    d_up = grad * _curve(gate, act)
+    if act.caps is not None:
+        d_up, up = d_up * (1 - torch.tanh(up / act.caps[1]).square()), _capped(up, act.caps[1])
+    d_gate = grad * (up + act.up_offset) * _slope(gate, act)
     if act.limit is not None:
         d_gate, d_up = d_gate * (raw_gate <= act.limit), d_up * (raw_up.abs() <= act.limit)
     return torch.stack((d_gate, d_up), -1).flatten(-2) if act.interleaved else torch.cat((d_gate, d_up), -1)

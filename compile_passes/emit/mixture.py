@@ -391,9 +391,7 @@ class Emitter(Tensors):
         """Return `down` with the factor that up lacks when it is stored under gate's global scale
         (StoredSpec.rescale)."""
         a = find_activation(self.activation)
-        linear = (
-            a is not None and a.gated and a.limit is None and not a.up_offset and not any(self.common.up_bias)
-        )
+        linear = a is not None and a.linear_in_up and not any(self.common.up_bias)
         need(linear, Kind.GLOBAL_SCALES_DIFFER, self.m.root)
         sources = tuple(dict.fromkeys((*down.sources, *up.sources)))
         at = [sources.index(s) for s in up.sources]

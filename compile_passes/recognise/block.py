@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -98,6 +99,8 @@ def _gated(term: Term) -> _Gated | None:
 
 def _name(term: Term) -> str:
     """Return the operators' name of the activation f(GATE) * g(UP), or "" if there is none."""
+    if (caps := _situ(term)) is not None:
+        return activation_name(Activation("", "situ", caps=caps)) or ""
     g = _gated(term)
     if g is None or g.up_limits != ((None, None) if g.limit is None else (-g.limit, g.limit)):
         return ""
@@ -141,6 +144,43 @@ def _relu(term: Any) -> bool:
         return term.args[0] is UP
     base, low, high = _clamped(term)
     return base is UP and low == 0 and high is None
+
+
+def _situ(term: Term) -> tuple[float, float] | None:
+    """Return the soft limits of GATE and UP if a term is s(GATE) * sigmoid(GATE) * s(UP), with
+    s(x) = c * tanh(x / c)."""
+    scale, gates = 1.0, 0
+    caps: dict[Term, float] = {}
+    for f in flatten(term, Mul):
+        if isinstance(f, Const) and isinstance(f.value, (int, float)):
+            scale *= f.value
+            continue
+        if not isinstance(f, Apply):
+            return None
+        packet = getattr(f.op, "overloadpacket", None)
+        if packet is aten.sigmoid and f.args[0] is GATE:
+            gates += 1
+        elif packet is aten.tanh and (found := _divided(f.args[0])) is not None and found[0] not in caps:
+            caps[found[0]] = found[1]
+        else:
+            return None
+    if gates != 1 or caps.keys() != {GATE, UP}:
+        return None
+    both = caps[GATE], caps[UP]
+    return both if math.isclose(scale, both[0] * both[1], rel_tol=1e-6) else None
+
+
+def _divided(term: Term) -> tuple[Term, float] | None:
+    """Return (x, c) of x / c or x * (1 / c)."""
+    if isinstance(term, Apply) and getattr(term.op, "overloadpacket", None) is aten.div and not term.kwargs:
+        x, by = term.args
+        number = by.value if isinstance(by, Const) else by
+        return (x, float(number)) if isinstance(number, (int, float)) else None
+    if isinstance(term, Mul) and len(term.args) == 2:
+        for x, by in (term.args, term.args[::-1]):
+            if isinstance(by, Const) and isinstance(by.value, (int, float)) and by.value:
+                return x, round(1 / by.value, 6)
+    return None
 
 
 def same_function(name: str) -> list[str]:

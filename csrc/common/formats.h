@@ -84,6 +84,7 @@ struct Activation {
   float limit;  // 0: no clamp
   float up_offset;
   bool gated;
+  float gate_cap, up_cap;  // situ's soft limits
 
   // The number of rows of the first weight for each column of the second.
   int64_t parts() const { return gated ? 2 : 1; }

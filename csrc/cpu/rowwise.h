@@ -177,9 +177,14 @@ inline void store_row(const float* tile, float factor, const void* bias, DType b
   });
 }
 
-// e^x with an error of about 1e-7, as 2^n * e^r with |r| <= ln(2) / 2. It has no branch, so loops over it
-// vectorise. It saturates past +-87, near the end of float32's range. A NaN stays NaN.
-inline float exp_float(float x) {
+// e^x = power * (less_one + 1), with power = 2^n and less_one = e^r - 1 for |r| <= ln(2) / 2.
+struct Exponential {
+  float less_one, power;
+};
+
+// It has no branch, so loops over it vectorise. It saturates past +-87, near the end of float32's range. A
+// NaN stays NaN.
+inline Exponential exponential(float x) {
   x = x < -87.f ? -87.f : x;
   x = x > 87.f ? 87.f : x;
   const float shifted = x * 1.44269504088896341f + 0x1.8p23f;  // rounds to an integer, in the low bits
@@ -191,13 +196,27 @@ inline float exp_float(float x) {
   p = p * r + 1.f / 24;
   p = p * r + 1.f / 6;
   p = p * r + .5f;
-  p = p * r * r + r + 1.f;
-  return p * std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u);
+  return {p * r * r + r, std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u)};
+}
+
+// e^x with an error of about 1e-7.
+inline float exp_float(float x) {
+  const Exponential e = exponential(x);
+  return (e.less_one + 1.f) * e.power;
+}
+
+// cap * tanh(x / cap), as t / (t + 2) with t = e^(2 x / cap) - 1, which loses no digits near zero.
+inline float soft_cap(float x, float cap) {
+  const Exponential e = exponential(2.f * x / cap);
+  const float t = e.less_one * e.power + (e.power - 1.f);
+  return cap * t / (t + 2.f);
 }
 
 template <Activation::Function function>
-inline float apply(float gate, float alpha) {
-  if constexpr (function == Activation::Function::silu) return gate / (1.f + exp_float(-alpha * gate));
+inline float apply(float gate, const Activation& a) {
+  if constexpr (function == Activation::Function::silu) return gate / (1.f + exp_float(-a.alpha * gate));
+  if constexpr (function == Activation::Function::situ)
+    return soft_cap(gate, a.gate_cap) / (1.f + exp_float(-gate));
   if constexpr (function == Activation::Function::gelu)
     return .5f * gate * (1.f + std::erf(gate * 0.70710678118654752f));
   if constexpr (function == Activation::Function::relu2) {
@@ -214,7 +233,7 @@ inline void activate_as(const float* gate_up, const Activation& a, int64_t k, in
                         float* h) {
   const int64_t count = end - begin;
   if (!a.gated) {
-    for (int64_t i = 0; i < count; ++i) h[i] = apply<function>(gate_up[begin + i], a.alpha);
+    for (int64_t i = 0; i < count; ++i) h[i] = apply<function>(gate_up[begin + i], a);
     return;
   }
   const int64_t step = a.interleaved ? 2 : 1, up_at = a.interleaved ? 1 : k;
@@ -225,7 +244,8 @@ inline void activate_as(const float* gate_up, const Activation& a, int64_t k, in
       gate = gate > a.limit ? a.limit : gate;
       up = up > a.limit ? a.limit : up < -a.limit ? -a.limit : up;
     }
-    h[i] = apply<function>(gate, a.alpha) * (up + a.up_offset);
+    if constexpr (function == Activation::Function::situ) up = soft_cap(up, a.up_cap);
+    h[i] = apply<function>(gate, a) * (up + a.up_offset);
   }
 }
 
@@ -241,6 +261,8 @@ inline void activate_row(const float* gate_up, const Activation& a, int64_t k, i
       return activate_as<F::gelu_tanh>(gate_up, a, k, begin, end, h);
     case F::relu2:
       return activate_as<F::relu2>(gate_up, a, k, begin, end, h);
+    case F::situ:
+      return activate_as<F::situ>(gate_up, a, k, begin, end, h);
   }
 }
 

@@ -151,7 +151,9 @@ bool prefill_gates(const Activation& gate, ScalarType out) {
   return known && gate.interleaved && out != ScalarType::Float;
 }
 
-bool rows_gate(const Activation& gate) { return gate.gated && gate.function != GateFunction::relu2; }
+bool rows_gate(const Activation& gate) {
+  return gate.function != GateFunction::relu2 && gate.function != GateFunction::situ;
+}
 
 Rows make_rows(const Here& here, device::Form form, const Tensor& x, const Activation* gate,
                const Placed& to) {

@@ -41,13 +41,35 @@ Rows rows_for(const Call& c, const Tensor& x, const Activation* gate, const Plac
   }
 }
 
-// The same for the first product's results. The row kernels apply `gate` if they know it. They do not know
-// relu2, so torch's operators compute it.
+// cap * tanh(x / cap).
+Tensor soft_cap(const Here& here, const Tensor& x, double cap) {
+  const Tensor c = torch::stable::fill_(here.empty({1}, ScalarType::Float), cap);
+  const Tensor limited = call("aten::tanh", "", call("aten::div", "Tensor", x, c));
+  return call("aten::mul", "Tensor", limited, c);
+}
+
+// The activations that the row kernels do not know, by torch's operators: relu2 and situ.
+Tensor gated_by_torch(const Here& here, const Tensor& h, const Activation& gate) {
+  const Tensor x = to_dtype(h, ScalarType::Float);
+  if (gate.function == GateFunction::relu2) {
+    const Tensor positive = call("aten::relu", "", x);
+    return call("aten::mul", "Tensor", positive, positive);
+  }
+  const int64_t end = size(x, 1), up_at = gate.interleaved ? 1 : end / 2, step = gate.interleaved ? 2 : 1;
+  const auto columns = [&](int64_t from, int64_t to) {
+    return call("aten::slice", "Tensor", x, int64_t(1), std::optional<int64_t>(from),
+                std::optional<int64_t>(to), step);
+  };
+  const Tensor g = columns(0, gate.interleaved ? end : up_at), up = columns(up_at, end);
+  const Tensor curve =
+      call("aten::mul", "Tensor", soft_cap(here, g, gate.gate_cap), call("aten::sigmoid", "", g));
+  return call("aten::mul", "Tensor", curve, soft_cap(here, up, gate.up_cap));
+}
+
+// The same for the first product's results. The row kernels apply `gate` if they know it.
 Rows hidden_rows(const Call& c, const Tensor& h, const Activation* gate, const Placed& to) {
   if (gate == nullptr || rows_gate(*gate)) return rows_for(c, h, gate, to);
-  const Tensor positive = call("aten::relu", "", to_dtype(h, ScalarType::Float));
-  const Tensor squared = call("aten::mul", "Tensor", positive, positive);
-  return rows_for(c, to_dtype(squared, h.scalar_type()), nullptr, to);
+  return rows_for(c, to_dtype(gated_by_torch(c.here, h, *gate), h.scalar_type()), nullptr, to);
 }
 
 Tensor hidden(const Call& c, const Activation* fused) {

@@ -173,6 +173,7 @@ def _activations() -> list[str]:
             _bool(a.interleaved),
             *(_float(v) for v in (a.alpha, a.limit or 0.0, a.up_offset)),
             _bool(a.gated),
+            *(_float(v) for v in a.caps or (0.0, 0.0)),
         )
         for a in ACTIVATIONS.values()
     )

@@ -201,7 +201,7 @@ def plain_rows(codes: Tensor) -> Tensor:
 GATES = (
     "silu", "gelu", "gelu_tanh", "silu_interleaved", "gelu_interleaved", "gelu_tanh_interleaved", "swigluoai",
     "relu2", "silu(limit=2)", "swigluoai_halves(limit=3)", "swigluoai(limit=0.5)",
-    "gelu_interleaved(limit=1.5)",
+    "gelu_interleaved(limit=1.5)", "situ", "situ_interleaved",
 )  # fmt: skip
 
 
@@ -356,6 +356,8 @@ def activate(h: Tensor, activation: str) -> Tensor:
     if oai:
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     name = name.removesuffix("_interleaved")
+    if name == "situ":
+        return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
     if name == "silu":
         return gate * torch.sigmoid(gate) * up
     tanh = {"gelu": "none", "gelu_tanh": "tanh"}[name]

@@ -471,7 +471,7 @@ def fp8_block_bound(tokens: int) -> float:
 
 HALF_STEP = 2.0**-9
 """Largest relative error of one rounding to bfloat16."""
-GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved", "relu2", "silu(limit=2)"]
+GATES = ["silu", "gelu", "gelu_tanh", "swigluoai", "silu_interleaved", "relu2", "silu(limit=2)", "situ"]
 
 
 @pytest.mark.parametrize("gate", GATES)

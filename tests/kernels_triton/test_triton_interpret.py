@@ -145,7 +145,7 @@ def test_bad_offsets_are_clamped(offs, small_tiles):
 
 # The gate comes after the sums, in which every format ends: each format with one gate, each gate with one.
 GATED = [("nvfp4", "silu"), *(more(format, "silu") for format in KERNEL_FORMATS[1:])]
-GATED += [("nvfp4", "swigluoai"), ("mxfp4", "relu2"), ("nvfp4", "silu(limit=2)")]
+GATED += [("nvfp4", "swigluoai"), ("mxfp4", "relu2"), ("nvfp4", "silu(limit=2)"), ("nvfp4", "situ")]
 GATED += [*(more("nvfp4", g) for g in ("gelu", "gelu_tanh", "gelu_interleaved"))]
 
 

@@ -173,7 +173,7 @@ def test_each_candidate(format, dot_scaled):
     assert set(dot_scaled) == {(tile.block_n, tile.block_k // 2)}
 
 
-GATED = [("nvfp4", "silu"), ("mxfp4", "swigluoai"), more("nvfp4", "relu2")]
+GATED = [("nvfp4", "silu"), ("mxfp4", "swigluoai"), more("nvfp4", "relu2"), more("mxfp4", "situ")]
 GATED += [more("mxfp4", "silu"), more("nvfp4", "gelu_tanh_interleaved"), more("mxfp4", "silu(limit=2)")]
 
 

@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -74,6 +75,12 @@ class QuickGelu(nn.Module):
         return gate * torch.sigmoid(1.702 * gate)
 
 
+def soft_limited(gate_up: torch.Tensor, caps: tuple[float, float]) -> torch.Tensor:
+    """Kimi-K3's activation, with these limits."""
+    gate, up = (cap * torch.tanh(half / cap) for half, cap in zip(gate_up.chunk(2, -1), caps))
+    return gate * torch.sigmoid(gate_up.chunk(2, -1)[0]) * up
+
+
 @pytest.mark.parametrize(("family", "biased"), [("qwen3_moe", False), ("gpt_oss", True)])
 def test_biases_are_asked_for_only_where_there_are_any(family, biased):
     """What a module lacks costs a step more than what it has: torch.compile guards that it still lacks it."""
@@ -95,6 +102,9 @@ def test_each_gate_is_known_by_what_it_computes():
         (QuickGelu(), None),
     ):
         module.act_fn = act_fn
+        assert recognise_gate(module) == name
+    for caps, name in (((4.0, 25.0), "situ"), ((4.0, 24.0), None)):
+        module._apply_gate = partial(soft_limited, caps=caps)
         assert recognise_gate(module) == name
     oss = experts_of(build("gpt_oss", torch.float32, "grouped_mm"))[0]
     assert recognise_gate(oss) == "swigluoai"

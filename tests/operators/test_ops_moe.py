@@ -133,6 +133,16 @@ def test_activations(activation, device):
     assert_moe_close(out, want, torch.float32, "none")
 
 
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_many_experts(tokens, device):
+    """Kimi-K3 has 896 experts, and 16 for each token."""
+    case = Case("", tokens=tokens, top_k=16, experts=896, hidden=64, inner=32)
+    x, ids, weights, w13, w2, _ = make(case, "mxfp4", torch.bfloat16, device, "plain", False, "situ")
+    out = fp4.moe(x, ids, weights, *w13.operands(), *w2.operands(), **w13.options(), activation="situ")
+    want = moe(x, ids, weights, w13.dense, w2.dense, activation="situ")
+    assert_moe_close(out, want, torch.bfloat16, "none")
+
+
 @pytest.mark.parametrize("ids", [torch.int32, torch.int64], ids=["ids32", "ids64"])
 @pytest.mark.parametrize("out", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -68,7 +68,8 @@ def quantized_rows(x: torch.Tensor, a_format: str) -> ScaledRows:
 @triton.jit
 def gate_kernel(
     y_ptr, h_ptr, n, PARTS: tl.constexpr, INTERLEAVED: tl.constexpr, ACT: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Computes h [rows, n], the activation of y [rows, PARTS * n]. Each program handles one row and BLOCK
     columns."""
@@ -76,11 +77,11 @@ def gate_kernel(
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     y = y_ptr + row * PARTS * n
     if PARTS == 1:
-        h = curve(tl.load(y + i, mask=i < n, other=0.0), ACT, ALPHA)
+        h = curve(tl.load(y + i, mask=i < n, other=0.0), ACT, ALPHA, GATE_CAP)
     else:
         gate = tl.load(y + (2 * i if INTERLEAVED else i), mask=i < n, other=0.0)
         up = tl.load(y + (2 * i + 1 if INTERLEAVED else i + n), mask=i < n, other=0.0)
-        h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+        h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
     tl.store(h_ptr + row * n + i, h, mask=i < n)
 
 
@@ -88,9 +89,10 @@ def gated(y: torch.Tensor, n: int, act: Activation) -> torch.Tensor:
     """Applies `act` to the first product's float32 rows y [rows, parts * n]. Returns [rows, n]."""
     h = y.new_empty((y.shape[0], n))
     block = min(1024, triton.next_power_of_2(n))
+    gate_cap, up_cap = act.caps or (None, None)
     gate_kernel[(y.shape[0], triton.cdiv(n, block))](
         y, h, n, PARTS=act.parts, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
-        LIMIT=act.limit, UP_OFFSET=act.up_offset, BLOCK=block,
+        LIMIT=act.limit, UP_OFFSET=act.up_offset, GATE_CAP=gate_cap, UP_CAP=up_cap, BLOCK=block,
     )  # fmt: skip
     return h
 

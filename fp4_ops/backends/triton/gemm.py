@@ -219,7 +219,18 @@ def tile_of(pid, tiles_ptr, n_blocks, m, m_tiles, MODE: tl.constexpr, BLOCK_M: t
 
 
 @triton.jit
-def curve(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
+def soft_cap(x, CAP: tl.constexpr):
+    """Computes CAP * tanh(x / CAP) in float32."""
+    y = x / CAP
+    y2 = y * y
+    near_zero = y * (1.0 - y2 * (1 / 3 - y2 * (2 / 15 - y2 * (17 / 315 - y2 * (62 / 2835)))))
+    e = tl.exp(-2.0 * tl.abs(y))
+    far = (1.0 - e) / (1.0 + e)
+    return CAP * tl.where(y2 < 0.0625, near_zero, tl.where(y < 0.0, -far, far))
+
+
+@triton.jit
+def curve(x, ACT: tl.constexpr, ALPHA: tl.constexpr, GATE_CAP: tl.constexpr):
     """Computes f(x) in float32; see meta.formats.Activation."""
     if ACT == "gelu":
         f = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
@@ -229,18 +240,25 @@ def curve(x, ACT: tl.constexpr, ALPHA: tl.constexpr):
     elif ACT == "relu2":
         positive = tl.where(x < 0.0, 0.0, x)  # a NaN stays one
         f = positive * positive
+    elif ACT == "situ":
+        f = soft_cap(x, GATE_CAP) / (1.0 + tl.exp(-x))
     else:
         f = x / (1.0 + tl.exp(-ALPHA * x))
     return f
 
 
 @triton.jit
-def activate(gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
+def activate(
+    gate, up, ACT: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr,
+):  # fmt: skip
     """Computes f(gate) * (up + UP_OFFSET) in float32; see meta.formats.ACTIVATIONS."""
     if LIMIT is not None:
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    return curve(gate, ACT, ALPHA) * (up + UP_OFFSET)
+    if UP_CAP is not None:
+        up = soft_cap(up, UP_CAP)
+    return curve(gate, ACT, ALPHA, GATE_CAP) * (up + UP_OFFSET)
 
 
 @triton.jit
@@ -291,6 +309,8 @@ def gemm_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     UP_OFFSET: tl.constexpr,
+    GATE_CAP: tl.constexpr,
+    UP_CAP: tl.constexpr,
     OUT_KP: tl.constexpr,
     OUT_CHUNK: tl.constexpr,
     OUT_TERMS: tl.constexpr,
@@ -424,9 +444,9 @@ def gemm_kernel(
         if UP_OFFSET is not None:
             pairs = tl.permute(tl.reshape(acc, (WORDS_N, 2, 8, BLOCK_M)), (0, 2, 3, 1))
             gate, up = tl.split(pairs)
-            h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET)
+            h = activate(gate, up, ACT, ALPHA, LIMIT, UP_OFFSET, GATE_CAP, UP_CAP)
         else:
-            h = curve(tl.reshape(acc, (WORDS_N, 8, BLOCK_M)), ACT, ALPHA)
+            h = curve(tl.reshape(acc, (WORDS_N, 8, BLOCK_M)), ACT, ALPHA, GATE_CAP)
         h = tl.permute(h, (2, 1, 0))  # [token, plane, word]: the order the next product reads
         word = pid_n * WORDS_N + tl.arange(0, WORDS_N)
         plane = tl.arange(0, 8)

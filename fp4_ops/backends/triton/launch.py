@@ -95,12 +95,14 @@ class Spec(NamedTuple):
 
     def constants(self, tile: Tile) -> dict[str, Any]:
         act = known_activation(self.gate or "silu")
+        gate_cap, up_cap = act.caps or (None, None)
         return dict(
             MODE=self.mode, HAS_ROWS=self.has_rows, A_DIV=self.a_div, KIND=self.kind, BLOCK=self.block,
             K=self.k, KP=triton.cdiv(self.k, tile.block_k) * tile.block_k, TERMS=self.terms,
             HAS_BIAS=self.bias is not None, HAS_A_FACTOR=self.has_a_factor,
             GATED=self.gate is not None, INTERLEAVED=act.interleaved, ACT=act.function, ALPHA=act.alpha,
             LIMIT=act.limit, UP_OFFSET=act.up_offset if act.gated else None,
+            GATE_CAP=gate_cap, UP_CAP=up_cap,
             OUT_KP=self.out_kp, OUT_CHUNK=self.out_chunk, OUT_TERMS=self.out_terms, SPLIT_K=1,
             BLOCK_N=tile.block_n, BLOCK_M=tile.block_m, BLOCK_K=tile.block_k, STAGES=tile.stages,
             BYTES=self.bytes, ASM=self.asm, COMPUTE=compute(self.asm)[1], num_warps=tile.warps,

@@ -182,6 +182,40 @@ def test_dense_loops_with_an_activation_of_the_models_own(name, bias):
     check(STYLES[name](experts=3, act=F.relu, gated=False, bias=bias), PAIR, SEVERAL)
 
 
+def soft(x, cap):
+    return cap * torch.tanh(x / cap)
+
+
+SITU = {  # Kimi-K3's as its code writes it, the same in other words, and look-alikes
+    "as written": (lambda g, u: 4.0 * torch.tanh(g / 4.0) * torch.sigmoid(g) * soft(u, 25.0), MOE),
+    "multiplied": (lambda g, u: torch.sigmoid(g) * torch.tanh(0.25 * g) * torch.tanh(u * 0.04) * 100, MOE),
+    "other limits": (lambda g, u: soft(g, 4.0) * torch.sigmoid(g) * soft(u, 20.0), PAIR),
+    "up without limit": (lambda g, u: soft(g, 4.0) * torch.sigmoid(g) * u, PAIR),
+    "limited gate in the sigmoid": (
+        lambda g, u: soft(g, 4.0) * torch.sigmoid(soft(g, 4.0)) * soft(u, 25.0),
+        PAIR,
+    ),
+    "another factor": (lambda g, u: torch.tanh(g / 4) * torch.sigmoid(g) * soft(u, 25.0), PAIR),
+    "tanh squared": (lambda g, u: soft(g, 4.0) * torch.tanh(g / 4) * torch.sigmoid(g) * soft(u, 25.0), PAIR),
+}
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", SITU)
+def test_soft_limits_of_gate_and_up(name):
+    act, op = SITU[name]
+
+    class Situ(Expert):
+        def forward(self, x):
+            return self.w2(act(self.w1(x), self.w3(x)))
+
+    module = STYLES["where loop"](experts=3)
+    for expert in module.list:
+        expert.__class__ = Situ
+        expert.w1.weight.data.mul_(5), expert.w3.weight.data.mul_(20)
+    check(module, op, SEVERAL)
+
+
 class Capped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
