@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 
 import pytest
 import torch
@@ -35,3 +36,21 @@ def test_a_long_compilation_says_so_once(patience, lines, monkeypatch, caplog):
                 thread.join(60)  # it writes to the log after it has set the event
     told = [record for record in caplog.records if "Inductor compiles" in record.getMessage()]
     assert len(told) == lines
+
+
+TEXT = (
+    "Dynamo detected a call to a `functools.lru_cache`-wrapped function at '{}:325'. Dynamo "
+    'ignores the cache wrapper ...\n\nThis call originates from:\n  File "/x/{}", line 325, in f\n    {}()\n'
+)
+
+
+@pytest.mark.parametrize(
+    "file, call, shown",
+    [("moe.py", "is_torch_less_or_equal", 0), ("moe.py", "mine", 1), ("mine.py", "is_torch_greater", 1)],
+)
+def test_version_checks_of_transformers_are_not_warned_about(file, call, shown):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        backend._hide_version_checks()
+        warnings.warn(TEXT.format(file, file, call), stacklevel=1)
+    assert len(seen) == shown
