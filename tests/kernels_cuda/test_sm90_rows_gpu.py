@@ -153,7 +153,7 @@ def test_rows_go_where_their_experts_want_them(width, tokens, top_k):
         assert torch.equal(logical(codes[:live], width), want[token[:live]])
 
 
-@pytest.mark.parametrize("gate", [name for name, a in ACTIVATIONS.items() if a.gated])
+@pytest.mark.parametrize("gate", [name for name, a in ACTIVATIONS.items() if rows.gates(a)])
 @pytest.mark.parametrize("m", ROWS)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_gated_rows(width, m, gate):
