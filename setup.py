@@ -22,8 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import setuptools
 from setuptools import find_packages, setup
-from setuptools.command.bdist_wheel import bdist_wheel
+
+try:
+    if int(setuptools.__version__.partition(".")[0]) < 77:  # pip does not check it with --no-build-isolation
+        raise ImportError
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    sys.exit(
+        f"fp4_ops is built with setuptools 77 or later, and this environment has {setuptools.__version__}. "
+        "Run pip install 'setuptools>=77', then repeat the command."
+    )
 
 try:
     import torch
