@@ -65,6 +65,10 @@ def _quantize(args: argparse.Namespace) -> None:
             "command continues with the first file that is not done"
         )
     print(report)
+    print(
+        f"Load it with fp4_ops.load_checkpoint(None, {str(args.out)!r}). Measure it with "
+        f"python -m fp4_ops eval {args.out} --text FILE"
+    )
 
 
 def _calibration(args: argparse.Namespace) -> Tensor | None:

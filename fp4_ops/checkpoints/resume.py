@@ -51,7 +51,14 @@ class Progress:
             self.files = list(state.get("done", ()))
             self._check_done()
         elif to.exists() and any(to.iterdir()):
-            raise CheckpointError(f"fp4: {to} is not empty; it must be a new or empty folder")
+            there = (
+                ". It has a config.json: a run into it has finished, or it is another model. "
+                "fp4_ops.load_checkpoint loads a result"
+            )
+            raise CheckpointError(
+                f"fp4: {to} is not empty; it must be a new or empty folder"
+                + there * (to / "config.json").exists()
+            )
         self.resumed = len(self.files)
 
     def begin(self) -> None:
