@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,24 @@ def add_commands(commands: Any) -> None:
     parser.set_defaults(run=_explain)
 
 
+def _factory(name: str, function: str) -> Callable[[], Any]:
+    """Return the function of a module. Exit with one line if there is none."""
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise  # the module exists, and imports another one that does not
+        raise SystemExit(
+            f"fp4: there is no module {name!r}: MODULE is the name of a Python file in the current folder "
+            "without .py, or of an installed module"
+        ) from None
+    found = getattr(module, function, None)
+    if not callable(found):
+        raise SystemExit(f"fp4: {module.__name__} ({module.__file__}) has no function {function!r}")
+    made: Callable[[], Any] = found
+    return made
+
+
 def _explain(args: argparse.Namespace) -> None:
     from .explain import explain
 
@@ -38,7 +57,7 @@ def _explain(args: argparse.Namespace) -> None:
     if not function:
         raise SystemExit(f"fp4: {args.factory!r} is not of the form MODULE:FACTORY")
     sys.path.insert(0, "")  # as `python -m` itself does
-    made = getattr(importlib.import_module(name), function)()
+    made = _factory(name, function)()
     if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[1], (tuple, list)):
         raise SystemExit(f"fp4: {args.factory} must return (model, args) or (model, args, kwargs)")
     model, inputs, kwargs = (*made, {})[:3]

@@ -196,7 +196,13 @@ def test_the_command_says_what_would_help(factories, capsys, json_too):
 
 
 @pytest.mark.parametrize(
-    ("factory", "message"), [("factories", "MODULE:FACTORY"), ("factories:wrong", "must return")]
+    ("factory", "message"),
+    [
+        ("factories", "MODULE:FACTORY"),
+        ("factories:wrong", "must return"),
+        ("nowhere:f", "there is no module 'nowhere'"),
+        ("factories:nothing", r"factories.py\) has no function 'nothing'"),
+    ],
 )
 def test_the_command_refuses_what_it_cannot_use(factories, factory, message):
     with pytest.raises(SystemExit, match=message):
