@@ -22,6 +22,18 @@ def load() -> None:
             f"on the platform it was built for). Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
 
+    try:
+        _register()
+    except AttributeError as error:
+        if "_OpNamespace" not in str(error):
+            raise
+        raise ImportError(
+            f"fp4_ops: {path} is older than the Python files, as after a git pull: it lacks an operator. "
+            f"Rebuild: pip install --no-build-isolation -e . -- {error}"
+        ) from None
+
+
+def _register() -> None:
     # These register operators of torch's own operations.
     from . import distributed, step_operators  # noqa: F401
     from .backends import operators

@@ -321,6 +321,13 @@ def test_experts_that_the_files_lack_are_an_error(how, registered, tmp_path):
         loaded(tmp_path, how)
 
 
+def test_a_config_with_more_layers_than_the_files(registered, tmp_path):
+    write_folder(tmp_path, tiny(), CT)
+    edit_json(tmp_path / "config.json", lambda c: c.update(num_hidden_layers=3))
+    with pytest.raises(CheckpointError, match=r"but no such layer. config.json describes another model"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_codes_without_a_quantization_config(tmp_path):
     write_folder(tmp_path, tiny(), CT)
     edit_json(tmp_path / "config.json", lambda c: c.pop("quantization_config"))

@@ -13,6 +13,8 @@ import forks
 import pytest
 from places import ROOT
 
+from fp4_ops import _library
+
 
 def setup(code: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs `code` after setup.py has been read with setuptools' own setup() left out."""
@@ -211,3 +213,14 @@ def test_a_machine_without_what_aarch64_needs_skips_it_by_name(tmp_path):
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "FP4_AARCH64_CACHE": str(tmp_path)}
     run = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
     assert run.returncode == 75 and "cannot be fetched" in run.stderr
+
+
+def test_a_library_that_lacks_an_operator_says_to_rebuild(monkeypatch):
+    """Python files are newer than it after a git pull."""
+
+    def register():
+        raise AttributeError("'_OpNamespace' 'fp4' object has no attribute 'new'")
+
+    monkeypatch.setattr(_library, "_register", register)
+    with pytest.raises(ImportError, match=r"_C\S*so is older than the Python files.*Rebuild: pip install"):
+        _library.load()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from ...checkpoints.files import CheckpointError
+from ...checkpoints.files import OTHER_MODEL, CheckpointError
 from ...checkpoints.folder import Folder
 from ...experts.find import form_of, is_experts
 from ...models.arriving import ArrivingExperts
@@ -84,6 +85,8 @@ def _prefix(parameter: str, files: Iterable[str]) -> str:
                     "with these files"
                 )
             return f"The files have {key} and the like, but not all of them. Get the whole folder"
+        if re.sub(r"\d+", "", own) == re.sub(r"\d+", "", theirs):
+            return f"The files have {key}, but no such layer. {OTHER_MODEL}"
         old = theirs.replace(".", r"\.")
         return (
             f"The files have {key}: the prefix is {theirs!r}, where the model has {own!r}. Use the model "
