@@ -30,6 +30,26 @@ def decode() -> str:
 
 
 @table
+def whole_steps() -> str:
+    name = "step_h200"
+    lines = [[r["context"], r["batch"], r["ms"], r["tokens_per_s"], r["gb"]] for r in rows(name, "step")]
+    heads = ["tokens in the cache", "sequences", "ms a step", "tokens/s", "memory, GB"]
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+@table
+def stock_steps() -> str:
+    name = "step_layers_h200"
+    found = {(r["batch"], r["variant"]): r["ms"] for r in rows(name, "step")}
+    lines: list[list[Cell]] = []
+    for batch in sorted({batch for batch, _ in found}):
+        stock, ours = found[batch, "stock"], found[batch, "fp4"]
+        lines.append([batch, stock, ours, stock / ours])
+    heads = ["sequences", "torch.compile in bf16, ms", "fp4_ops, ms", "speedup"]
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+@table
 def decode_loops() -> str:
     name = "generate_loops_h100"
     found = {(r["loop"], r["batch"]): r["ms"] for r in rows(name, "decode")}
