@@ -86,6 +86,17 @@ def slots_budget() -> str:
     return f"{grid(heads, lines)}\n\n{source(*BUDGETS)}"
 
 
+@table
+def slots_generate() -> str:
+    name = "slots_generate_h200"
+    heads = ["experts", "sequences", "steps", "ms a step", "in slots", "tokens equal", "graphs compiled",
+             "compiled later", "memory grown, MB", "most memory, GB", "budget, GB"]  # fmt: skip
+    keys = ("experts", "batch", "steps", "ms", "hit_ratio", "equal_ratio", "compiled", "compiled_later",
+            "grown_mb", "peak_gb", "budget_gb")  # fmt: skip
+    lines = [[r[k] for k in keys] for r in rows(name, "generate")]
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
 class Shape(NamedTuple):
     """A model's layers of experts, and the bytes of all else in bfloat16."""
 

@@ -127,10 +127,10 @@ Tensor run_sorted(const Call& c, const Sorted& sorted) {
 
 }  // namespace
 
-Outcome run_moe(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
-                const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
-                const OptionalTensor& w13_global_scale, const Tensor& w2, const Tensor& w2_scale,
-                const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
+Outcome run_moe(bool combined, int64_t ranks, int64_t planned, const Rows* ready, const Tensor& x,
+                const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
+                const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
+                const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
                 const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
                 const std::string& activation, const std::string& a_format,
                 std::optional<ScalarType> out_dtype) {
@@ -168,10 +168,11 @@ Outcome run_moe(bool combined, int64_t ranks, const Rows* ready, const Tensor& x
   const Routing routing = pairs > kMaxIds ? Routing::kOffs : by_id(c.ids);
   Gpu gpu = here.gpu();
   if (ranks > 0) gpu.constants = 0;  // all ranks must decide the same, even if only some hosts were tuned
-  const BlockPlan plan = cuda::plan(
-      Block{product_of(c.up, routing, c.pairs), product_of(c.down, routing, c.pairs), c.top_k(), c.up.bf16,
-            c.up.prefill_alone(), int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
-      gpu);
+  Product up = product_of(c.up, routing, c.pairs), down = product_of(c.down, routing, c.pairs);
+  if (planned > 0) up.groups = down.groups = int(planned);
+  const BlockPlan plan = cuda::plan(Block{up, down, c.top_k(), c.up.bf16, c.up.prefill_alone(),
+                                          int(c.a_format), ranks > 1 ? int((pairs + ranks - 1) / ranks) : 0},
+                                    gpu);
   c.few = plan.few;
   // Decode reads rows as they are, because it waits for the weights anyway. Else rows become fp8, or int8 if
   // the caller asked for it.
@@ -211,8 +212,9 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
            const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
            const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
            const std::string& activation, const std::string& a_format, std::optional<ScalarType> out_dtype) {
-  return run_moe(true, 0, nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale,
-                 w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format, out_dtype)
+  return run_moe(true, 0, 0, nullptr, x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2,
+                 w2_scale, w2_global_scale, w13_bias, w2_bias, format, layout, activation, a_format,
+                 out_dtype)
       .out;
 }
 
@@ -234,7 +236,7 @@ std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_va
                                      int64_t ranks) {
   std::optional<Rows> ready;
   if (x_values) ready = Rows{*x_values, x_factor};
-  const Outcome made = run_moe(false, ranks, ready ? &*ready : nullptr, x, topk_ids, topk_weights, w13,
+  const Outcome made = run_moe(false, ranks, 0, ready ? &*ready : nullptr, x, topk_ids, topk_weights, w13,
                                w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias,
                                std::nullopt, format, layout, activation, a_format, out_dtype);
   return {made.out, made.sorted ? made.sorted->made : Here(w13).empty({0}, ScalarType::Int)};

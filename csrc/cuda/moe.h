@@ -17,11 +17,11 @@ struct Outcome {
 // Checks and runs `fp4::moe`. `combined`: returns the sums. Else decode and prefill return the rows of the
 // second product without its bias; gemv, or a call without work, still returns sums. `ranks`: the number of
 // processes that share the experts; 0: one process has all. `ready`: fp8 rows of x; x then only gives their
-// original dtype.
-Outcome run_moe(bool combined, int64_t ranks, const Rows* ready, const Tensor& x, const Tensor& topk_ids,
-                const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,
-                const OptionalTensor& w13_global_scale, const Tensor& w2, const Tensor& w2_scale,
-                const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
+// original dtype. `planned`: kernels are chosen as for so many experts; 0: for those of the weights.
+Outcome run_moe(bool combined, int64_t ranks, int64_t planned, const Rows* ready, const Tensor& x,
+                const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13,
+                const Tensor& w13_scale, const OptionalTensor& w13_global_scale, const Tensor& w2,
+                const Tensor& w2_scale, const OptionalTensor& w2_global_scale, const OptionalTensor& w13_bias,
                 const OptionalTensor& w2_bias, const std::string& format, const std::string& layout,
                 const std::string& activation, const std::string& a_format,
                 std::optional<ScalarType> out_dtype);

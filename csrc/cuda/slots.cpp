@@ -151,9 +151,9 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   OptionalTensor cached[std::size(all)];
   for (size_t i = 0, next = 0; i < std::size(all); ++i)
     if (all[i]) cached[i] = cache.tensors[next++];
-  // Runs the block for tokens from `first` on.
+  // Runs the block for tokens from `first` on, by the kernels that the resident block would take.
   const auto block = [&](bool combined, const Tensor& ids, int64_t first, std::optional<ScalarType> dtype) {
-    return run_moe(combined, 0, nullptr, part_of(x, first, ids.size(0)), ids,
+    return run_moe(combined, 0, experts, nullptr, part_of(x, first, ids.size(0)), ids,
                    part_of(topk_weights, first, ids.size(0)), *cached[0], *cached[1], cached[2], *cached[3],
                    *cached[4], cached[5], cached[6], cached[7], format, layout, activation, a_format, dtype);
   };

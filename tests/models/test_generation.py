@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -392,3 +393,13 @@ def test_a_configuration_without_its_cuda_graphs(given, plain):
     changed = step_graph.without_graphs(config)
     assert (changed and (changed.backend, changed.mode, changed.options)) == plain
     assert config.to_dict() == before
+
+
+def test_captures_of_a_thread_share_a_stream(monkeypatch):
+    """cuBLAS keeps a workspace for each stream, so each capture must not have a new one."""
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, object()))
+    monkeypatch.setattr(step_graph, "_streams", threading.local())
+    first = step_graph._capture_stream(0)
+    assert step_graph._capture_stream(0) is first and step_graph._capture_stream(1)[0] == 1
+    with ThreadPoolExecutor(1) as other:
+        assert other.submit(step_graph._capture_stream, 0).result() is not first

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ _WITHOUT = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs
 _BACKENDS = ("inductor", "fp4")
 """Backends that use CUDA graphs only if they are asked to."""
 _log = logging.getLogger("fp4_ops")
+_streams = threading.local()
 
 
 def without_graphs(config: Any) -> Any:
@@ -80,7 +82,7 @@ class GraphStep:
 
     def _capture(self, token: Tensor) -> None:
         # torch.cuda.graph collects garbage first, which takes as long as dozens of steps.
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph, stream = torch.cuda.CUDAGraph(), _capture_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the GPU meanwhile
@@ -90,6 +92,16 @@ class GraphStep:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         self.graph = graph
+
+
+def _capture_stream(device: int) -> torch.cuda.Stream:
+    """Returns this thread's stream for captures. cuBLAS keeps a workspace for every stream that it sees (32
+    MiB on Hopper), so a new stream for each call of `generate` would cost memory."""
+    streams: Any = vars(_streams)  # of this thread
+    if device not in streams:
+        streams[device] = torch.cuda.Stream(device)
+    found: torch.cuda.Stream = streams[device]
+    return found
 
 
 def _observed(step: Callable[[Tensor], Any], token: Tensor) -> tuple[Any, str]:
