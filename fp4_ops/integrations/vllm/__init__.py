@@ -13,7 +13,7 @@ NAME = "fp4_ops"
 """Our name among vLLM's quantisation methods (`--quantization fp4_ops`)."""
 SWITCH = "FP4_VLLM"
 """The environment variable that turns the plugin off, if it is 0."""
-TESTED = ("0.32",)
+TESTED = ("0.26", "0.32")
 """Releases of vLLM with which the plugin was tested."""
 
 LOG = logging.getLogger("vllm.fp4_ops")  # vLLM shows what is below its own name
