@@ -10,6 +10,9 @@ vLLM's own method (Marlin on Hopper), the second with `--quantization fp4_ops`.
 decode_tokens_s: of all sequences together, from two calls of `generate` that differ in the number of new
 tokens. prefill_ms: the call with one new token. Medians of --rounds rounds. speedup: over the first process,
 the median of the rounds' ratios. same_tokens: which share of the first process's greedy tokens is the same.
+Random weights choose by chance: after one other token the texts have nothing in common. gap: how much more
+likely (in log probability) the first process found its token than the second best, where a text first
+differs, at most; median_gap: at all tokens.
 
 --python: an interpreter of an environment with vLLM and fp4_ops (docs/serving.md); this one, if not given.
 """
@@ -86,7 +89,7 @@ def make_folders(where: Path, shape: dict[str, int], layers: int, device: str) -
 
 
 def serve(folder: str, options: dict[str, Any]) -> None:
-    """Answers lines of JSON: {"batch", "length", "new"} -> {"s", "tokens"}."""
+    """Answers lines of JSON: {"batch", "length", "new", "gaps"} -> {"s", "tokens", "gaps"}."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to 1
     from vllm import LLM, SamplingParams
@@ -97,7 +100,10 @@ def serve(folder: str, options: dict[str, Any]) -> None:
     print(json.dumps({"ready": True}), file=out, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        sampling = SamplingParams(max_tokens=asked["new"], temperature=0, ignore_eos=True, detokenize=False)
+        sampling = SamplingParams(
+            max_tokens=asked["new"], temperature=0, ignore_eos=True, detokenize=False,
+            logprobs=2 if asked["gaps"] else None,
+        )  # fmt: skip
         generator = torch.Generator().manual_seed(asked["length"])
         drawn = torch.randint(1, VOCABULARY, (asked["batch"], asked["length"]), generator=generator)
         prompts = [{"prompt_token_ids": p} for p in drawn.tolist()]
@@ -105,7 +111,14 @@ def serve(folder: str, options: dict[str, Any]) -> None:
         answers = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
         tokens = [list(a.outputs[0].token_ids) for a in answers]
-        print(json.dumps({"s": seconds, "tokens": tokens}), file=out, flush=True)
+        gaps = [[gap_of(step) for step in a.outputs[0].logprobs or ()] for a in answers]
+        print(json.dumps({"s": seconds, "tokens": tokens, "gaps": gaps}), file=out, flush=True)
+
+
+def gap_of(step: dict[int, Any]) -> float:
+    """Returns the log probability of the likeliest token less that of the next."""
+    first, second = sorted((p.logprob for p in step.values()), reverse=True)[:2]
+    return float(first - second)
 
 
 class Engine:
@@ -125,8 +138,8 @@ class Engine:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def ask(self, batch: int, length: int, new: int) -> dict[str, Any]:
-        asked = {"batch": batch, "length": length, "new": new}
+    def ask(self, batch: int, length: int, new: int, gaps: bool = False) -> dict[str, Any]:
+        asked = {"batch": batch, "length": length, "new": new, "gaps": gaps}
         print(json.dumps(asked), file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -185,8 +198,9 @@ def of_batch(
             whole = engine.ask(batch, args.length, 1 + args.new)
             prefill[name].append(first)
             decode[name].append((whole["s"] - first) / args.new)
-            tokens[name] = [t for sequence in whole["tokens"] for t in sequence]
+            tokens[name] = whole["tokens"]
     base = next(iter(engines))
+    gaps = engines[base].ask(batch, args.length, 1 + args.new, gaps=True)["gaps"]
     for name in engines:
         ratios = [a / b for a, b in zip(decode[base], decode[name])]
         firsts = [a / b for a, b in zip(prefill[base], prefill[name])]
@@ -199,8 +213,21 @@ def of_batch(
             "speedup": statistics.median(ratios),
             "prefill_ms": statistics.median(prefill[name]) * 1e3,
             "prefill_speedup": statistics.median(firsts),
-            "same_tokens": sum(a == b for a, b in zip(tokens[base], tokens[name])) / len(tokens[base]),
+            **compared(tokens[base], tokens[name], gaps),
         }
+
+
+def compared(base: list[list[int]], other: list[list[int]], gaps: list[list[float]]) -> dict[str, float]:
+    """Returns how far the greedy texts are the same, and how sure the first process was where not."""
+    pairs = [list(zip(a, b)) for a, b in zip(base, other)]
+    same = [x == y for pair in pairs for x, y in pair]
+    first = [next((i for i, (x, y) in enumerate(pair) if x != y), None) for pair in pairs]
+    at = [gap[i] for gap, i in zip(gaps, first) if i is not None]
+    return {
+        "same_tokens": sum(same) / len(same),
+        "gap": max(at, default=0.0),
+        "median_gap": statistics.median(g for gap in gaps for g in gap),
+    }
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ MODELS = {
     "deepseek-v3": Model(256, 8, 7168, 2048),
 }
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
-WORST = {"fp4_ops": 0.06, "bf16": 0.02}
+WORST = {"fp4_ops": 0.08, "bf16": 0.02}
 """Largest relative error of our blocks, with activations in fp8 and in bfloat16."""
 Operands = tuple[Tensor, Tensor, Tensor]
 
