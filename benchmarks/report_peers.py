@@ -125,3 +125,47 @@ def marlin_points() -> str:
             line = [format, r["model"], r["table"], r["tokens"], ours, r["mma_163_us"], theirs]
             lines.append([*line, theirs / ours if theirs and ours else None, r["floor_us"]])
     return f"{grid(heads, lines)}\n\n{source(*MARLIN.values())}"
+
+
+def vllm_ratios(kernel: str = "fp4_ops", **where: Any) -> list[float]:
+    """The time of vLLM's default over ours: for GPT-OSS Triton's kernels, otherwise Marlin's."""
+    return [
+        r.get("triton_us", r["marlin_us"]) / r[f"{kernel}_us"]
+        for r in rows("vllm_experts_h200", "experts", **where)
+    ]
+
+
+@table
+def vllm_experts() -> str:
+    heads = ["model", "tokens", "Marlin", "Triton", "fp4_ops", "fp4_ops, bf16", "vLLM / fp4_ops", "/ bf16"]
+    lines: list[list[Cell]] = []
+    for r in rows("vllm_experts_h200", "experts"):
+        of = {"model": r["model"], "tokens": r["tokens"]}
+        lines.append(
+            [r["model"], r["tokens"], r["marlin_us"], r.get("triton_us"), r["fp4_ops_us"], r["bf16_us"],
+             *vllm_ratios(**of), *vllm_ratios("bf16", **of)]
+        )  # fmt: skip
+    medians = [[*spread(vllm_ratios(kernel))[1:]] for kernel in ("fp4_ops", "bf16")]
+    for i, name in enumerate(("least", "median", "most")):
+        lines.append([f"**{name}**", None, None, None, None, None, medians[0][i], medians[1][i]])
+    return f"{grid(heads, lines)}\n\n{source('vllm_experts_h200')}"
+
+
+@table
+def vllm_engine() -> str:
+    heads = [
+        "sequences",
+        "vLLM, tokens/s",
+        "fp4_ops, tokens/s",
+        "ratio",
+        "prompts: vLLM, ms",
+        "fp4_ops, ms",
+        "/",
+    ]
+    found = rows("vllm_engine_h200", "engine")
+    lines: list[list[Cell]] = [
+        [a["batch"], a["decode_tokens_s"], b["decode_tokens_s"], b["speedup"],
+         a["prefill_ms"], b["prefill_ms"], b["prefill_speedup"]]
+        for a, b in zip(found[::2], found[1::2])
+    ]  # fmt: skip
+    return f"{grid(heads, lines)}\n\n{source('vllm_engine_h200')}"

@@ -205,6 +205,7 @@ def of_batch(
         ratios = [a / b for a, b in zip(decode[base], decode[name])]
         firsts = [a / b for a, b in zip(prefill[base], prefill[name])]
         yield {
+            "table": "engine",
             "model": model,
             "layers": args.layers,
             "batch": batch,

@@ -358,7 +358,7 @@ def of_tokens(
     for _ in range(rounds):
         found.append({block: microseconds(graph, times) / len(given) for block, graph in graphs.items()})
     median = statistics.median
-    row: record.Row = {"model": name, "tokens": tokens, "layout": layout}
+    row: record.Row = {"table": "experts", "model": name, "tokens": tokens, "layout": layout}
     for block in blocks:
         row[f"{block}_us"] = median(r[block] for r in found)
         row[f"{block}_error"] = errors[block]

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kMaxBytes = fitted::memory::most_hidden_bytes;
 
 // Each chunk unpacks all weights again. So a chunk may be up to kMostTimes as large, until experts have this
-// many rows on average: 1024 tokens of 32 experts, 2 a token, took 0.75 of the time of two chunks.
+// many rows on average: 1024 tokens of 32 experts, 2 a token, took 0.8 of the time of two chunks.
 constexpr int64_t kChunkRows = fitted::chunks::rows_of_expert, kMostTimes = fitted::chunks::most_times;
 
 // With at least this many hidden values, their activation is worth a parallel region. This many took 5 us on

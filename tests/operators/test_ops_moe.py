@@ -171,9 +171,10 @@ def test_what_lies_between_the_products_is_as_exact_as_the_output(out):
     assert (off <= 1e-6 * want.double().abs() + 1e-7).double().mean() > 0.98
 
 
-def test_more_tokens_than_scratch_memory_holds():
-    """They are taken in chunks."""
-    case = Case("", tokens=700, top_k=8, experts=5, hidden=32, inner=1024)  # 46 MB of gates and ups
+@pytest.mark.parametrize("experts", [5, 200])
+def test_more_tokens_than_scratch_memory_holds(experts):
+    """They are taken in chunks. With many experts these are larger."""
+    case = Case("", tokens=700, top_k=8, experts=experts, hidden=32, inner=1024)  # 46 MB of gates and ups
     x, ids, weights, w13, w2, _ = make(case, "nvfp4", torch.float32, "cpu", "tile16", False)
     got = fp4.moe(x, ids, weights, *w13.operands(), *w2.operands(), **w13.options())
     assert_moe_close(got, moe(x, ids, weights, w13.dense, w2.dense), torch.float32, "none")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,23 @@ def test_configs_as_vllm_hands_them_over():
     assert not why_not(described(own))
     with pytest.raises(CheckpointError, match="quant_method 'bitsandbytes'"):
         described({"quant_method": "bitsandbytes"})
+
+
+@pytest.mark.parametrize("release", ["0.26", "0.32"])
+def test_gpt_oss_is_taken_where_vllm_hands_over_its_stacks(monkeypatch, release):
+    model = types.ModuleType("gpt_oss")
+    if release == "0.32":
+        model.GptOssRoutedExperts = type("GptOssRoutedExperts", (), {})
+    models = types.ModuleType("vllm.model_executor.models")
+    models.gpt_oss = model
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor", types.ModuleType("vllm.model_executor"))
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models", models)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.models.gpt_oss", model)
+    reason = why_not(described({"quant_method": "mxfp4"}))
+    assert reason == (
+        "" if release == "0.32" else "this release of vLLM loads gpt-oss-mxfp4 without quantisation methods"
+    )
 
 
 def test_a_hub_models_headers(tmp_path):

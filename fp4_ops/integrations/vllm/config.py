@@ -35,7 +35,8 @@ def why_not_device() -> str:
     """
     if current_platform.is_cpu():
         return ""
-    # Our kernels run on GPUs, but were never tried there in vLLM.
+    # On Hopper our blocks are faster than vLLM's, but in its whole engine one sequence was slower, for an
+    # unknown reason (docs/serving.md).
     return f"fp4_ops takes folders by itself only on CPUs; --quantization {NAME} asks for it on a GPU"
 
 

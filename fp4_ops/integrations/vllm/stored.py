@@ -43,7 +43,16 @@ def why_not(dialects: Iterable[Dialect]) -> str:
             return f"{dialect.name} holds {dialect.format}, which no operator computes with"
         if dialect.name.startswith("deepseek"):
             return f"vLLM loads {dialect.name} with a model class that does not use quantisation methods"
+        if isinstance(dialect, StackedBlocks) and not hands_over_stacks():
+            return f"this release of vLLM loads {dialect.name} without quantisation methods"
     return ""
+
+
+def hands_over_stacks() -> bool:
+    """Returns whether vLLM's GPT-OSS gives its stacks of experts to a method. Releases before 0.32 do not."""
+    from vllm.model_executor.models import gpt_oss
+
+    return hasattr(gpt_oss, "GptOssRoutedExperts")
 
 
 def tensors_of(model: str, metadata: Mapping[str, Any]) -> dict[str, TensorInfo]:
