@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,10 +53,17 @@ class _Half:
     @classmethod
     def of(cls, codes: Codes) -> _Half:
         assert codes.global_scale is not None
-        values = (
-            decode(codes.packed, FORMATS["nvfp4"]).double().unflatten(-1, (codes.block_scale.shape[-1], -1))
-        )
-        squares, largest = values.square().sum(-1), values.abs().amax(-1)
+        # Tables of what a byte, two codes, adds to its block. float32 holds these sums exactly.
+        byte = torch.arange(256, dtype=torch.uint8, device=codes.packed.device)
+        values = decode(byte.unsqueeze(-1), FORMATS["nvfp4"]).float()
+        index = codes.packed.flatten().int()
+
+        def each(table: Tensor) -> Tensor:
+            found = table.index_select(0, index)
+            return found.view(*codes.block_scale.shape, -1)
+
+        squares = each(values.square().sum(-1)).sum(-1).double()
+        largest = each(values.abs().amax(-1)).amax(-1).double()
         return cls(codes.block_scale, codes.global_scale.double(), squares, largest)
 
     @property
@@ -83,7 +91,20 @@ class _Half:
 
 
 def join_rows(gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("gate", "up")) -> Codes:
-    """Joins the two to one matrix [gate; up] with one global scale.
+    """Joins the two to one matrix [gate; up] with one global scale, as `share_scale` does."""
+    return joined(share_scale(gate, up, folds, names))
+
+
+def joined(parts: Sequence[Codes]) -> Codes:
+    """Joins matrices of one global scale along their rows."""
+    packed = torch.cat([part.packed for part in parts])
+    return Codes(packed, cat(*(part.block_scale for part in parts)), parts[0].global_scale)
+
+
+def share_scale(
+    gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("gate", "up")
+) -> tuple[Codes, Codes]:
+    """Returns the two with one global scale. Their codes stay the same tensors.
 
     If the global scales differ, the ratio is multiplied into block scales: exactly if e4m3 can represent
     every product, otherwise rounded to the nearest. The common scale is either half's own, or that times a
@@ -94,10 +115,9 @@ def join_rows(gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("g
     Raises CheckpointError if this changes gate or up by more than LIMIT in norm, or one weight by more than
     LIMIT of the largest. names: names of the two, for errors and reports.
     """
-    packed = torch.cat([gate.packed, up.packed])
     a, b = gate.global_scale, up.global_scale
     if a is None or b is None or a == b:
-        return Codes(packed, cat(gate.block_scale, up.block_scale), a)
+        return gate, Codes(up.packed, up.block_scale, a)
     halves = _Half.of(gate), _Half.of(up)
     tried = [(c, [half.fold(c.double()) for half in halves]) for c in _candidates(halves)]
     factor, folded = min(tried, key=lambda t: sum(whole**2 for _, whole, _ in t[1]))
@@ -116,7 +136,8 @@ def join_rows(gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("g
         folds.rounded += 1
         if worst > folds.worst:
             folds.worst, folds.where = worst, where
-    return Codes(packed, cat(*(scale for scale, *_ in folded)), factor)
+    first, second = (Codes(of.packed, new, factor) for of, (new, *_) in zip((gate, up), folded))
+    return first, second
 
 
 def _candidates(halves: tuple[_Half, _Half]) -> list[Tensor]:

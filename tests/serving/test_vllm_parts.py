@@ -12,10 +12,11 @@ import vllm_folders
 from checkpoint_samples import write_folder
 
 import fp4_ops
-from fp4_ops.checkpoints.dialects import Codes, dialects_of
-from fp4_ops.checkpoints.files import CheckpointError
+from fp4_ops.checkpoints.dialects import Codes, dialects_of, stored_weights
+from fp4_ops.checkpoints.files import CheckpointError, TensorInfo
+from fp4_ops.checkpoints.fold import Folds, share_scale
 from fp4_ops.integrations.vllm import shards
-from fp4_ops.integrations.vllm.stored import Gathered, Stored, described, is_stack, why_not
+from fp4_ops.integrations.vllm.stored import Entry, Gathered, Stored, described, is_stack, why_not
 from fp4_ops.meta.formats import FORMATS
 
 H = 64
@@ -30,6 +31,13 @@ def values(codes: Codes, format: str) -> torch.Tensor:
     return torch.ops.fp4.dequantize(
         codes.packed, codes.block_scale, codes.global_scale, format, torch.float64
     )
+
+
+def stacked(matrices: list[Codes], format: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    made = shards.Stack(len(matrices), torch.device("cpu"))
+    for expert, codes in enumerate(matrices):
+        made.write(expert, [codes], FORMATS[format].scale_dtype)
+    return made.operand()
 
 
 @pytest.mark.parametrize("format", list(FORMATS))
@@ -76,7 +84,7 @@ def test_processes_add_up_to_the_whole_block(format, inner, size):
     down = [made(H, inner, format) for _ in range(experts)]
 
     def moe(up: list[Codes], down: list[Codes]) -> torch.Tensor:
-        operands = *shards.stack(up), *shards.stack(down)
+        operands = *stacked(up, format), *stacked(down, format)
         return torch.ops.fp4.moe(x, ids, weights, *operands, format=format).double()
 
     total = torch.zeros(5, H, dtype=torch.float64)
@@ -119,6 +127,44 @@ def test_tensors_come_in_any_order(tmp_path):
     assert [w is not None for w in whole] == [False, False, True]
     got = values(gathered.take(key), "nvfp4")
     assert torch.allclose(got, means["model.layers.0.mlp.experts.down_proj"][3].double(), rtol=1e-6, atol=0)
+
+
+def test_tensors_arrive_in_the_operand_and_stay_there(monkeypatch):
+    """Gate and up are written once, by the loader, also in the order in which files have them."""
+    e, n, k, made = 3, 32, 64, shards.Stack(3, torch.device("cpu"))
+    info = {
+        f"{half}{end}": TensorInfo(f"{half}{end}", dtype, shape, Path("a"), 0)
+        for half in ("gate", "up")
+        for end, dtype, shape in (
+            (".weight_packed", torch.uint8, (n, k // 2)), (".weight_scale", torch.uint8, (n, k // 32))
+        )
+    }  # fmt: skip
+    config = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
+    weights = stored_weights(info, described(config))
+    gathered = Gathered(
+        {(i, h): Entry(weights[h], (".weight_packed", ".weight_scale")) for i in range(e) for h in weights}
+    )
+    assert made.missing == [0, 1, 2]
+    want = {}
+    for i in reversed(range(e)):
+        parts = []
+        for half in ("up", "gate"):
+            places = made.place(i, 2 * n, k, k // 32, torch.float8_e8m0fnu)
+            rows = slice(n, None) if half == "up" else slice(n)
+            tensors = torch.randint(256, (n, k // 2)).byte(), torch.randint(117, 126, (n, k // 32)).byte()
+            for end, tensor, place in zip((".weight_packed", ".weight_scale"), tensors, places):
+                gathered.add((i, half), end, tensor, into=place[rows].view(torch.uint8))
+            parts.insert(0, gathered.take((i, half)))
+            want[i, half] = tensors
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "copy_", None)  # nothing is copied again
+            made.write(i, share_scale(*parts, Folds()), torch.float8_e8m0fnu)
+    assert made.missing == []
+    packed, scale, factor = made.operand()
+    assert factor is None
+    for got, which in ((packed, 0), (scale.view(torch.uint8), 1)):
+        rows = [torch.cat([want[i, half][which] for half in ("gate", "up")]) for i in range(e)]
+        assert torch.equal(got, torch.stack(rows))
 
 
 def test_stacks_of_gpt_oss_are_found_by_vllms_names(tmp_path):

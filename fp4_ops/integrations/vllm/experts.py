@@ -15,8 +15,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.utils import set_weight_attrs
 
-from ...checkpoints.dialects import Codes
-from ...checkpoints.fold import Folds, join_rows
+from ...checkpoints.dialects import Codes, scale_dtype
+from ...checkpoints.fold import Folds, joined, share_scale
 from ...experts.packed import auto_a_format, interleave
 from ...meta.formats import ACTIVATIONS, FORMATS, activation_name, known_activation
 from ...meta.layouts import LAYOUTS, byte_view, preferred_layout
@@ -97,7 +97,7 @@ class Experts(FusedMoEMethodBase):
         self.gated = known_activation(self.gate).gated
         self.interleaved = known_activation(self.gate).interleaved
         self.layout = self.a_format = ""
-        self._made: dict[str, dict[int, Codes]] = {"gate_up": {}, "down": {}}
+        self._made: dict[str, shards.Stack] = {}
         self._halves: dict[int, dict[str, Any]] = {}
 
     def get_fused_moe_quant_config(self, layer: Any) -> None:
@@ -130,6 +130,8 @@ class Experts(FusedMoEMethodBase):
     ) -> None:
         """Registers an empty parameter for each tensor of the files. Its loader gathers the data."""
         self.num_experts, self.params_dtype = num_experts, params_dtype
+        self.device = torch.device(layer.moe_config.device)
+        self._made = {matrix: shards.Stack(num_experts, self.device) for matrix in STEMS}
         for name in self.parameters(layer):
             self._register(layer, name, torch.empty(0), self._loader(layer))
         if self.moe.has_bias:
@@ -209,20 +211,25 @@ class Experts(FusedMoEMethodBase):
         size = int(layer.moe_config.tp_size)
         return range(inner) if size == 1 else shards.share(inner, self.format, size, self._rank(layer))
 
-    def put(self, layer: Any, expert: int, matrix: str, codes: Codes) -> None:
-        """Keeps this process's part of a whole matrix. For w13, the matrix holds gate and up."""
+    def scale_dtype(self, matrix: str) -> torch.dtype:
+        """Returns the dtype of the block scales of all experts."""
+        return FORMATS[self.format].scale_dtype
+
+    def put(self, layer: Any, expert: int, matrix: str, *parts: Codes) -> None:
+        """Keeps this process's part of a whole matrix. w13 comes as gate and up, or as one part."""
         local = layer._map_global_expert_id_to_local_expert_id(expert)
         if matrix == "down":
+            (codes,) = parts
             part = self._share(layer, 2 * codes.packed.shape[-1])
             if len(part) < 2 * codes.packed.shape[-1]:
-                codes, _ = shards.columns(codes, part, self.format)
+                parts = (shards.columns(codes, part, self.format)[0],)
         else:
-            n = codes.packed.shape[0]
+            n = sum(codes.packed.shape[0] for codes in parts)
             inner = n // 2 if self.gated else n
             part = self._share(layer, inner)
             if len(part) < inner:
-                codes = shards.rows(codes, self._rows(part, inner))
-        self._made[matrix][local] = codes
+                parts = (shards.rows(joined(parts), self._rows(part, inner)),)
+        self._made[matrix].write(local, parts, self.scale_dtype(matrix))
 
     def _rows(self, part: range, inner: int) -> list[range]:
         """Returns the rows of gate and up that belong to columns `part` of down."""
@@ -240,14 +247,14 @@ class Experts(FusedMoEMethodBase):
         """
         found: dict[str, Operands] = {}
         for matrix, made in self._made.items():
-            gone = [e for e in range(self.num_experts) if e not in made]
-            if gone:
+            if gone := made.missing:
                 raise ValueError(
                     f"fp4: {layer.layer_name}: the files have no whole {STEMS[matrix]} for {len(gone)} of "
                     f"this process's {self.num_experts} experts, the first {gone[0]}. Fetch or export the "
                     "folder again, with all its files"
                 )
-            found[matrix] = shards.stack([made.pop(e) for e in range(self.num_experts)])
+            found[matrix] = made.operand()
+        self._made = {}
         return found
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -257,17 +264,17 @@ class Experts(FusedMoEMethodBase):
         for name in [n for n, _ in layer.named_parameters(recurse=False) if not n.endswith("_bias")]:
             if name.startswith(("w13", "w2")):
                 delattr(layer, name)
-        device = torch.device(layer.moe_config.device)
+        device = self.device
         sizes = [(p.shape[1], 2 * p.shape[2]) for p, _, _ in stacks.values()]
         wanted = preferred_layout(
             device.type, *sizes, dtype=self.moe.in_dtype, format=self.format, a_format="auto"
         )
         try:
-            made = self._in_layout(stacks, wanted, device)
+            made = self._in_layout(stacks, wanted)
         except (RuntimeError, ValueError) as error:  # scales that the layout cannot express
             LOG.info("fp4_ops: %s stays in layout plain: %s", layer.layer_name, error)
             wanted = "plain"
-            made = self._in_layout(stacks, wanted, device)
+            made = self._in_layout(stacks, wanted)
         if self._turned(wanted):
             self.gate = activation_name(replace(known_activation(self.gate), interleaved=True)) or self.gate
             if getattr(layer, "w13_bias", None) is not None:
@@ -282,14 +289,12 @@ class Experts(FusedMoEMethodBase):
         """Returns whether gate and up rows alternate in this layout. (They arrive as two halves.)"""
         return LAYOUTS[layout].interleaved and self.gated and not self.interleaved
 
-    def _in_layout(
-        self, stacks: dict[str, Operands], layout: str, device: torch.device
-    ) -> dict[str, Operands]:
+    def _in_layout(self, stacks: dict[str, Operands], layout: str) -> dict[str, Operands]:
         made = {}
         for matrix, (packed, scale, factor) in stacks.items():
             if matrix == "gate_up" and self._turned(layout):
                 packed, scale = interleave(packed), interleave(byte_view(scale)).view(scale.dtype)
-            operands = packed.to(device), scale.to(device), None if factor is None else factor.to(device)
+            operands = packed, scale, factor
             made[matrix] = relayout(operands, self.format, 2 * packed.shape[-1], "plain", layout)
         return made
 
@@ -331,6 +336,14 @@ class StoredExperts(Experts):
         self.gathered = Gathered(entries)
         self.is_stack = any(is_stack(entry) for entry in entries.values())
         self._stacks: dict[str, Tensor] = {}
+        self._scale_dtypes: dict[str, torch.dtype] = {}
+
+    def scale_dtype(self, matrix: str) -> torch.dtype:
+        """Returns a dtype that holds the block scales of all experts, as the files store them."""
+        if matrix not in self._scale_dtypes:
+            stored = [entry.stored for (_, m, _), entry in self.gathered.entries.items() if m == matrix]
+            self._scale_dtypes[matrix] = scale_dtype(stored)
+        return self._scale_dtypes[matrix]
 
     def parameters(self, layer: Any) -> list[str]:
         """Returns one parameter name for each kind of tensor."""
@@ -345,10 +358,11 @@ class StoredExperts(Experts):
         )
 
     def arrived(self, layer: Any, name: str, expert: int, matrix: str, half: str, tensor: Tensor) -> None:
-        """Decodes a matrix when all of its tensors have arrived, and joins gate and up."""
+        """Decodes a matrix when all of its tensors have arrived, and gives gate and up one global scale."""
         key = (expert, matrix, half)
         suffix = "." + name.removeprefix(STEMS[matrix] + "_")
-        if self.gathered.add(key, suffix, tensor) is None:
+        into = self._place(layer, key, suffix, tensor)
+        if self.gathered.add(key, suffix, tensor, self.device, into) is None:
             return
         codes = self.gathered.take(key)
         if half:
@@ -358,12 +372,35 @@ class StoredExperts(Experts):
                 return
             del self._halves[expert]
             names = tuple(self.gathered.entries[expert, matrix, h].stored.name for h in ("gate", "up"))
-            codes = join_rows(halves["gate"], halves["up"], Folds(), (names[0], names[1]))
-        self.put(layer, expert, matrix, codes)
+            both = share_scale(halves["gate"], halves["up"], Folds(), (names[0], names[1]))
+            self.put(layer, expert, matrix, *both)
+        else:
+            self.put(layer, expert, matrix, codes)
+
+    def _place(self, layer: Any, key: tuple[int, str, str], suffix: str, tensor: Tensor) -> Tensor | None:
+        """Returns the part of the operand that has the bytes of a tensor if its dialect does not change them.
+
+        None if the tensor has another shape, or if this process has only a part of it.
+        """
+        expert, matrix, half = key
+        stored = self.gathered.entries[key].stored
+        which = [stored.dialect.packed, stored.dialect.block_scale]
+        if suffix not in which or layer.moe_config.tp_size > 1:
+            return None
+        local, (n, k) = layer._map_global_expert_id_to_local_expert_id(expert), stored.shape
+        rows, blocks = n * (2 if half else 1), FORMATS[self.format].num_blocks(k)
+        places = self._made[matrix].place(local, rows, k, blocks, self.scale_dtype(matrix))
+        first = n if half == "up" else 0
+        place = places[which.index(suffix)][first : first + n]
+        if suffix == stored.dialect.packed:
+            width = place.shape[-1] // tensor.itemsize
+            return place.view(tensor.dtype) if tensor.shape == (n, width) else None
+        alike = place.dtype == tensor.dtype or place.itemsize == tensor.itemsize == 1
+        return place.view(tensor.dtype) if alike and place.shape == tensor.shape else None
 
     def stack_arrived(self, name: str, tensor: Tensor) -> None:
         """Keeps GPT-OSS's stacks. vLLM's loader has already cut them to this process's part."""
-        self._stacks[name] = tensor.detach().clone()
+        self._stacks[name] = tensor.detach().to(self.device, copy=True)
 
     def stacks(self, layer: Any) -> dict[str, Operands]:
         """Both operands in layout plain."""
@@ -415,7 +452,7 @@ class QuantizedExperts(Experts):
 
     def arrived(self, layer: Any, name: str, expert: int, matrix: str, half: str, tensor: Tensor) -> None:
         """Quantises a matrix; gate and up are one matrix."""
-        tensor = tensor.detach().clone()
+        tensor = tensor.detach().to(self.device, copy=True)
         if half:
             halves = self._halves.setdefault(expert, {})
             halves[half] = tensor
@@ -439,7 +476,8 @@ class QuantizedExperts(Experts):
         if not self.streams:
             for matrix, stem in STEMS.items():
                 for expert, weight in enumerate(getattr(layer, f"{stem}_weight").data):
-                    self._made[matrix][expert] = self._quantize(layer, matrix, expert, weight)
+                    codes = self._quantize(layer, matrix, expert, weight)
+                    self._made[matrix].write(expert, [codes], self.scale_dtype(matrix))
         return super().stacks(layer)
 
 

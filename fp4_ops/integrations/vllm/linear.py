@@ -125,7 +125,7 @@ class StoredLinear(LinearMethodBase):
 
         def load(param: Any, loaded_weight: Tensor, shard_id: Any = None) -> None:
             name = part_of(layer, shard_id, names)
-            if self.gathered.add(name, suffix, loaded_weight) is not None:
+            if self.gathered.add(name, suffix, loaded_weight, param.device) is not None:
                 self._put(layer, shard_id, self.gathered.take(name))
 
         return load

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...checkpoints.dialects import Codes
 from ...checkpoints.fold import cat
 from ...meta.formats import FORMATS
+from ...meta.layouts import byte_view
 
 LEAST = 32
 """A process gets a multiple of this many columns, because the layouts of GPUs need it. If a block of the
@@ -73,12 +74,52 @@ def add_rows(codes: Codes, n: int) -> Codes:
     return Codes(packed, scale, codes.global_scale)
 
 
-def stack(matrices: Sequence[Codes]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Stacks the experts' matrices to one operand [E, N, K]."""
-    packed = torch.stack([c.packed for c in matrices])
-    wide = {c.block_scale.dtype for c in matrices}
-    scales = [c.block_scale.float() if len(wide) > 1 else c.block_scale for c in matrices]
-    dtype = scales[0].dtype
-    raw = torch.stack([s.view(torch.uint8) if dtype.itemsize == 1 else s for s in scales])
-    factors = [c.global_scale for c in matrices if c.global_scale is not None]
-    return packed, raw.view(dtype), torch.stack([f.reshape(()) for f in factors]) if factors else None
+class Stack:
+    """The matrices of a process's experts as one operand [E, N, K] in layout plain.
+
+    Each expert's matrix is written into its place when it arrives.
+    """
+
+    def __init__(self, experts: int, device: torch.device) -> None:
+        self.experts, self.device = experts, device
+        self._made: set[int] = set()
+        self._memory: tuple[Tensor, Tensor] | None = None
+        self._factor: Tensor | None = None
+
+    @property
+    def missing(self) -> list[int]:
+        """Returns the experts whose matrices have not been written."""
+        return [e for e in range(self.experts) if e not in self._made]
+
+    def place(self, expert: int, n: int, k: int, blocks: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns the memory of an expert's codes and of its block scales, which have this dtype."""
+        if self._memory is None:
+            self._memory = (
+                torch.empty((self.experts, n, k // 2), dtype=torch.uint8, device=self.device),
+                torch.empty((self.experts, n, blocks), dtype=dtype, device=self.device),
+            )
+        packed, scale = self._memory
+        return packed[expert], scale[expert]
+
+    def write(self, expert: int, parts: Sequence[Codes], dtype: torch.dtype) -> None:
+        """Writes an expert's matrix: parts with one global scale, which follow each other along its rows."""
+        first, n = parts[0], sum(part.packed.shape[0] for part in parts)
+        k, blocks = 2 * first.packed.shape[1], first.block_scale.shape[1]
+        packed, scale = self.place(expert, n, k, blocks, dtype)
+        start = 0
+        for part in parts:
+            rows = slice(start, start + part.packed.shape[0])
+            for place, tensor in ((packed[rows], part.packed), (scale[rows], part.block_scale)):
+                if place.data_ptr() != tensor.data_ptr():  # else it arrived there
+                    byte_view(place).copy_(byte_view(tensor))
+            start = rows.stop
+        if first.global_scale is not None:
+            if self._factor is None:
+                self._factor = torch.empty(self.experts)
+            self._factor[expert] = first.global_scale
+        self._made.add(expert)
+
+    def operand(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns codes, block scales and global scales of all experts."""
+        assert self._memory is not None
+        return *self._memory, None if self._factor is None else self._factor.to(self.device)

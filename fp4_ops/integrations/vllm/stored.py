@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ class Entry:
     suffixes: tuple[str, ...]
     """Name endings of all its tensors, including those that are not read."""
 
-    @property
+    @cached_property
     def needed(self) -> set[str]:
         return {info.name.removeprefix(self.stored.name) for info in self.stored.tensors}
 
@@ -148,14 +149,23 @@ class Gathered:
     entries: Mapping[Any, Entry]
     _parts: dict[Any, dict[str, Tensor]] = field(default_factory=dict)
 
-    def add(self, key: Any, suffix: str, tensor: Tensor) -> Entry | None:
-        """Keeps a tensor. Returns the entry of the weight that is whole now."""
+    def add(
+        self, key: Any, suffix: str, tensor: Tensor,
+        device: torch.device | None = None, into: Tensor | None = None,
+    ) -> Entry | None:  # fmt: skip
+        """Keeps a tensor. Returns the entry of the weight that is whole now.
+
+        device: where the tensor is kept and decoded; by default where it is. into: memory that takes it.
+        """
         entry = self.entries[key]
         if suffix not in entry.needed:
             return None
         # Make a copy, because the loader may reuse the memory for the next tensor.
         parts = self._parts.setdefault(key, {})
-        parts[suffix] = tensor.detach().clone()
+        tensor = tensor.detach()
+        if tensor.shape in ((), (1,)):
+            device = None  # A number is checked faster where it is.
+        parts[suffix] = tensor.to(device, copy=True) if into is None else into.copy_(tensor)
         return entry if parts.keys() == entry.needed else None
 
     def take(self, key: Any) -> Codes:
