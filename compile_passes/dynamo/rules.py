@@ -188,6 +188,9 @@ def within(backend: object) -> list[object]:
     for name in ("_torchdynamo_orig_backend", "compiler_fn"):
         while hasattr(found[-1], name):
             found.append(getattr(found[-1], name))
+        split_for_ddp = getattr(found[-1], "__self__", None)  # a DDPOptimizer, if a DDP module is running
+        if hasattr(split_for_ddp, "backend_compile_fn"):
+            found.append(split_for_ddp.backend_compile_fn)
     return found
 
 
