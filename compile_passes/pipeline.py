@@ -14,13 +14,13 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..meta.layouts import preferred_layout
-from ..meta.torch_internals import TracingContext, is_precompiling, pytree, set_grad_enabled
+from ..meta.torch_internals import TracingContext, is_precompiling
 from . import advice
 from .dynamo import left_out
 from .dynamo.api import RestartAnalysis, SkipFrame
 from .dynamo.lengths import allow_scalars, guard_equal_lengths
 from .graph.repeat import Undo, undo_of
-from .graph.traced_nodes import called, example
+from .graph.traced_nodes import asks_for_gradients, called, example
 from .naming import input_name, short_path
 from .options import Options, inductor_patches
 from .passes import PassLog, Rewritten, fp4_calls, rewrite
@@ -45,7 +45,7 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
     allow_scalars(gm)
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
-    if _asks_for_gradients(gm, inputs):
+    if asks_for_gradients(gm, inputs):
         frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
         frame.change = advice.NO_GRADIENTS
         return None, frame
@@ -78,24 +78,6 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
         frame.change = advice.STACK_DEPTH if isinstance(error, RecursionError) else str(advice.FAULT)
         return None, frame
     return rewritten, frame
-
-
-def _asks_for_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Return whether gradients are on for a call that reads a tensor which requires them.
-
-    A model may turn them off itself, as with `@torch.no_grad()` on its `forward`.
-    """
-    if not (torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in inputs)):
-        return False
-    on = True
-    for node in gm.graph.nodes:
-        if node.target is set_grad_enabled:
-            on = bool(node.args[0])
-        elif on and node.op not in ("placeholder", "output"):
-            values = pytree.tree_leaves([n.meta.get("example_value") for n in node.all_input_nodes])
-            if any(isinstance(x, torch.Tensor) and x.requires_grad for x in values):
-                return True
-    return False
 
 
 def _rewritten(

@@ -225,6 +225,11 @@ if TYPE_CHECKING:
         callback: object
         enter_exit_hooks: list[Callable[[], Callable[[], None]]]
 
+    class DDPOptimizer:
+        backend_compile_fn: object
+        bucket_bytes_cap: int
+        first_bucket_cap: int
+
     def wrap_fx_proxy(tx: Tracer, proxy: object) -> Any: ...
 
     convert_frame: ModuleType
@@ -252,6 +257,7 @@ _PLACES = {
     "variables.lazy": ("LazyVariableTracker",),
     "variables.lists": ("SliceVariable",),
     "variables.tensor": ("NumpyNdarrayVariable", "SymNodeVariable"),
+    "backends.distributed": ("DDPOptimizer",),
     "aot_compile_types": ("BundledAOTAutogradSerializableCallable", "SerializableCallable"),
     "convert_frame": ("DynamoOutput",),
     "eval_frame": ("OptimizeContext",),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from ..graph.traced_nodes import asks_for_gradients
 from . import (
     api,
     class_counts,
@@ -27,7 +29,9 @@ from .branches import JUMPS, answering_first
 from .rules import Rule, around, is_ours, while_tracing
 
 if TYPE_CHECKING:
-    from .api import Function, OutputGraph
+    from torch import fx
+
+    from .api import DDPOptimizer, Function, OutputGraph
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have data-dependent sizes."""
@@ -73,6 +77,21 @@ def breaks_the_graph(method: Function) -> Function:
             raise Unsupported("Python asks for a size that only the data knows") from None
 
     return call
+
+
+def in_one_bucket(method: Function) -> Function:
+    """For `DDPOptimizer.compile_fn`, which cuts a graph where DDP's buckets of gradients end: keep one of our
+    graphs whole if nothing asks for gradients. A cut goes through a block of experts, or parts it from its
+    router."""
+
+    def compile_fn(
+        self: DDPOptimizer, gm: fx.GraphModule, inputs: Sequence[object], **kwargs: object
+    ) -> object:
+        if is_ours(self.backend_compile_fn) and not asks_for_gradients(gm, inputs):
+            self.bucket_bytes_cap = self.first_bucket_cap = sys.maxsize
+        return method(self, gm, inputs, **kwargs)
+
+    return compile_fn
 
 
 class Need(Enum):
@@ -125,6 +144,10 @@ class Need(Enum):
         "nothing tells a backend that a call ended in which it saw no graph with the experts",
         "a hook of backends at the end of each call of what was compiled",
     )
+    BUCKETS = (
+        "it cuts the graph of a module in DDP for gradients, even if nothing asks for them",
+        "cut no graph without gradients",
+    )
     NESTED = (
         "it drops the backend of a compiled module that another compiled module calls, without a word",
         "a hook of the backend that is dropped, or a warning",
@@ -174,6 +197,7 @@ PATCHES = (
     Patch("OptimizeContext", ("__call__",), left_out.watch_calls, Need.CALLS),
     Patch("OptimizeContext", ("__call__",), nested.note_compiled, Need.NESTED),
     Patch("OutputGraph", ("call_user_compiler",), nested.another_backend, Need.NESTED),
+    Patch("DDPOptimizer", ("compile_fn",), in_one_bucket, Need.BUCKETS),
     Patch(_FRAMES, ("compile_frame",), left_frames.guarded, Need.LEFT_FOR_GOOD),
     Patch(_FRAMES, ("trace_frame",), left_frames.traced, Need.LEFT_FOR_GOOD),
     Patch(_FRAMES, ("trace_frame",), captures, Need.CAPTURE),
@@ -197,7 +221,7 @@ _OUTPUT_OF: dict[str, Callable[..., OutputGraph]] = {
     _OPCODE: lambda tx, inst: tx.output,
     "OutputGraph": lambda output, *_: output,
 }
-_AROUND = (Need.CALLS, Need.LEFT_FOR_GOOD, Need.CAPTURE, Need.NESTED)
+_AROUND = (Need.CALLS, Need.LEFT_FOR_GOOD, Need.CAPTURE, Need.NESTED, Need.BUCKETS)
 """Needs of rules that run before or after tracing."""
 
 

@@ -185,13 +185,14 @@ def scalar_outputs(output: OutputGraph) -> Iterator[None]:
 def within(backend: object) -> list[object]:
     """Return the backend, and what Dynamo and `torch.compile` wrapped in it, the innermost last."""
     found = [backend]
-    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
-        while hasattr(found[-1], name):
-            found.append(getattr(found[-1], name))
-        split_for_ddp = getattr(found[-1], "__self__", None)  # a DDPOptimizer, if a DDP module is running
-        if hasattr(split_for_ddp, "backend_compile_fn"):
-            found.append(split_for_ddp.backend_compile_fn)
-    return found
+    while True:
+        last = found[-1]
+        ddp = getattr(last, "__self__", None)  # a DDPOptimizer, where a module in DDP is called
+        inner = ((last, "_torchdynamo_orig_backend"), (ddp, "backend_compile_fn"), (last, "compiler_fn"))
+        next_one = [getattr(holder, name) for holder, name in inner if hasattr(holder, name)]
+        if not next_one:
+            return found
+        found.append(next_one[0])
 
 
 def is_ours(backend: object) -> bool:

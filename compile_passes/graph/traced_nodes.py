@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ...meta.torch_internals import OpOverload, below_functorch, pytree
+from ...meta.torch_internals import OpOverload, below_functorch, pytree, set_grad_enabled
 from .nodes import integer
 
 
@@ -25,6 +25,24 @@ def called(node: fx.Node) -> str:
 
 def example(node: fx.Node) -> Any:
     return node.meta.get("example_value")
+
+
+def asks_for_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether gradients are on for a call that reads a tensor which requires them.
+
+    A model may turn them off itself, as with `@torch.no_grad()` on its `forward`.
+    """
+    if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)):
+        return False
+    on = True
+    for node in gm.graph.nodes:
+        if node.target is set_grad_enabled:
+            on = bool(node.args[0])
+        elif on and node.op not in ("placeholder", "output"):
+            values = pytree.tree_leaves([n.meta.get("example_value") for n in node.all_input_nodes])
+            if any(isinstance(x, Tensor) and x.requires_grad for x in values):
+                return True
+    return False
 
 
 def memory(x: Tensor) -> int:
