@@ -14,13 +14,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 from torch import fx
 
 from ..graph.nodes import (
+    CUTS,
     FLOATING,
     PRODUCTS,
+    RESHAPES,
+    SWAPS,
     aten,
     has_chosen_rows,
     is_grouped_mm,
@@ -30,6 +33,7 @@ from ..graph.nodes import (
     reached,
     shape,
     strip,
+    through,
     value,
 )
 from ..index.reader import Reader
@@ -95,6 +99,10 @@ class Alike:
         return [[tuple(e.matrices[i] for i in own) for e in self.experts] for own in of.values()]
 
 
+_Ends: TypeAlias = "tuple[dict[int, list[fx.Node]], Collection[fx.Node]]"
+"""Nodes that are made of several outputs, by which these are, as bits, and all that is made of any."""
+
+
 class Search:
     def __init__(
         self, graph: fx.Graph, reader: Reader, evidence: Evidence, fixed: set[fx.Node],
@@ -107,21 +115,27 @@ class Search:
         self._matrices: dict[fx.Node, Matrix] = {}
         for node in graph.nodes:
             if is_op(node, aten.mm, aten.addmm):
-                matrix = read_matrix(factors(node)[2], reader)
+                weight = factors(node)[2]
+                matrix = None if _parameter_of(weight) in taken else read_matrix(weight, reader)
                 if matrix is not None and matrix.ref.node not in taken:
                     self._matrices[node] = matrix
+        self._routers: set[fx.Node] = set()
         self._of_weights = set(fixed)
         """Nodes that are computed from parameters alone."""
 
     def run(self) -> Iterator[Alike]:
         """Yield groups, the later ones first. An expert is a part of none of those before it."""
-        if len(self._matrices) < 2:
+        if len(self._matrices) < 2 or not self._evidence.has_router:
             return
         covered: set[fx.Node] = set()
+        self._routers = self._evidence.routers(self._nodes, self._matrices)
         for outputs in self._classes():
             outputs = [n for n in outputs if n not in covered]
-            if len(outputs) > 1 and (all(map(has_chosen_rows, outputs)) or self._ends(outputs)[0]):
-                for alike in self._alike(outputs):
+            if len(outputs) - len(self._routers.intersection(outputs)) < 2:
+                continue
+            ends = self._ends(outputs)
+            if ends[0] or all(map(has_chosen_rows, outputs)):
+                for alike in self._alike(outputs, ends):
                     covered |= alike.nodes
                     yield alike
 
@@ -169,7 +183,7 @@ class Search:
 
         return (node.target, *map(one, node.args), *((k, one(a)) for k, a in node.kwargs.items()))
 
-    def _alike(self, outputs: list[fx.Node]) -> Iterator[Alike]:
+    def _alike(self, outputs: list[fx.Node], ends: _Ends) -> Iterator[Alike]:
         found: dict[object, list[Expert]] = {}
         for e in self._experts(outputs):
             named = all(self._evidence.named(m.ref.node) for m in e.matrices)
@@ -178,9 +192,12 @@ class Search:
             sources = [m.ref for e in experts for m in e.matrices]
             if len(experts) < 2 or len(set(sources)) < len(sources):
                 continue
-            if any(self._evidence.is_router(p) for e in experts for p in e.products):
+            if not self._routers.isdisjoint(p for e in experts for p in e.products):
                 continue
-            if self._are_dispatched(experts) or self._are_combined(experts):
+            own = [e.output for e in experts]
+            if self._are_dispatched(experts) or self._are_combined(
+                experts, ends if own == outputs else self._ends(own)
+            ):
                 yield Alike(experts)
 
     def _experts(self, outputs: list[fx.Node]) -> Iterator[Expert]:
@@ -243,7 +260,7 @@ class Search:
         rows = reached(output.users, lambda n: n.users if is_tensor(n) and has_chosen_rows(n) else ())
         return not rows.keys().isdisjoint(self._matrices)
 
-    def _ends(self, outputs: list[fx.Node]) -> tuple[dict[int, list[fx.Node]], Collection[fx.Node]]:
+    def _ends(self, outputs: list[fx.Node]) -> _Ends:
         """Return nodes that are made of several outputs, by which these are, as bits, and all that is made
         of any. There are none if no router's scores come in."""
         made = {n: 1 << i for i, n in enumerate(outputs)}
@@ -269,10 +286,10 @@ class Search:
                 heapq.heappush(todo, at)
         return (ends, made) if weighted else ({}, made)
 
-    def _are_combined(self, experts: list[Expert]) -> bool:
+    def _are_combined(self, experts: list[Expert], found: _Ends) -> bool:
         """Return whether the outputs of all are added with a router's weights, each with its own."""
         of = {e.output: e for e in experts}
-        ends, made = self._ends(list(of))
+        ends, made = found
         reader = self._reader.afresh()
         for output in of if ends else ():
             reader.cut(output)
@@ -319,6 +336,10 @@ class _Combination(Matcher):
         expert = self._experts[lin.weight.node]
         x = Ref(next(iter(self._experts)), (K,))  # the same for all: what they read was compared before
         return _Input(x, (), Act("", UP, False), expert.matrices, (None,) * len(expert.matrices), None)
+
+
+def _parameter_of(weight: fx.Node) -> fx.Node:
+    return through(weight, *RESHAPES, *SWAPS, *CUTS)
 
 
 def _parameter(node: fx.Node) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ If a softmax or a topk chooses by the result of a product, the product is a rout
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -130,6 +130,11 @@ class Evidence:
             return any(through(n, *_VIEWS) in self._facts.fixed for n in node.all_input_nodes)
         return is_grouped_mm(node) or is_op(node, *_ATTENTION, *_NORMS)
 
+    @property
+    def has_router(self) -> bool:
+        """Whether anything in the graph chooses, or could be a router's scores."""
+        return bool(self._soft)
+
     def chooses(self, node: fx.Node) -> bool:
         """Return whether a node is a choice, or is made of one."""
         return node in self._hard
@@ -146,10 +151,25 @@ class Evidence:
         """Return whether a softmax or a topk chooses by the result of this product."""
 
         def step(node: fx.Node) -> Iterable[fx.Node]:
-            passes_on = is_op(node, *_VIEWS) or item(node) is not None or is_pointwise(node)
-            return node.users if passes_on and not _decides(node) else ()
+            return node.users if _passes_on(node) and not _decides(node) else ()
 
         return any(map(_decides, reached(product.users, step)))
+
+    @staticmethod
+    def routers(nodes: Sequence[fx.Node], products: Collection[fx.Node]) -> set[fx.Node]:
+        """Return those of these products for which `is_router` is true. nodes: all of the graph, in order."""
+        routers: set[fx.Node] = set()
+        leads: set[fx.Node] = set()
+        """Choices, and nodes that lead to one."""
+        for node in reversed(nodes):
+            if node.op != "call_function":
+                continue
+            onward = not leads.isdisjoint(node.users)
+            if onward and node in products:
+                routers.add(node)
+            if _decides(node) or (onward and _passes_on(node)):
+                leads.add(node)
+        return routers
 
     def may_be_routed(self, products: Sequence[fx.Node]) -> bool:
         """Return whether choices or scores are combined with anything before or after these products."""
@@ -348,6 +368,10 @@ def _chooses(node: fx.Node) -> bool:
         return False
     first = operand(node)
     return is_tensor(first) and not value(first).dtype.is_floating_point
+
+
+def _passes_on(node: fx.Node) -> bool:
+    return is_op(node, *_VIEWS) or item(node) is not None or is_pointwise(node)
 
 
 def _decides(node: fx.Node) -> bool:
