@@ -18,6 +18,7 @@ from transformers.quantizers import auto
 import fp4_ops
 from fp4_ops.checkpoints import CheckpointError
 from fp4_ops.checkpoints.dialects import Codes
+from fp4_ops.checkpoints.dialects.fp4 import holds_nan
 from fp4_ops.checkpoints.fold import Folds, join_rows
 from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.integrations.transformers.quantizer import FP4Config
@@ -158,6 +159,18 @@ def test_weights_that_the_layout_cannot_hold_stay_plain(tmp_path, monkeypatch):
     assert_holds(model, values)
     report = str(model.hf_quantizer.report)
     assert "model.layers.1.mlp.experts: layout plain: block_scale spreads over 40 binades" in report
+
+
+@pytest.mark.parametrize("n", [7, 24])
+@pytest.mark.parametrize(
+    ("dtype", "nan"), [(torch.float8_e4m3fn, {0x7F, 0xFF}), (torch.float8_e8m0fnu, {0xFF})]
+)
+def test_each_nan_of_scales_is_found_and_nothing_else(dtype, nan, n):
+    for neighbour in (0, 0x7E, 0x80, 0xFE):
+        for code in range(256):
+            raw = torch.full((n,), neighbour, dtype=torch.uint8)
+            raw[torch.randint(n, ())] = code
+            assert holds_nan(raw.view(dtype)) == (code in nan)
 
 
 # --- gate and up with different global scales ---
