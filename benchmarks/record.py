@@ -36,6 +36,9 @@ PACKAGES = {
 }  # fmt: skip
 """Module -> distribution. A record has the versions of those that the benchmark imported."""
 
+ELSEWHERE: dict[str, str] = {}
+"""Versions in the processes that a benchmark started and measured. They replace those of this process."""
+
 Row = dict[str, Any]
 Rows = Callable[[argparse.Namespace], Iterator[Row]]
 
@@ -111,7 +114,7 @@ def versions() -> dict[str, str]:
     )  # with the CUDA that it was built for, which its wheel may not say
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
-    return found
+    return found | ELSEWHERE
 
 
 def command(name: str, arguments: list[str]) -> str:

@@ -127,27 +127,29 @@ def marlin_points() -> str:
     return f"{grid(heads, lines)}\n\n{source(*MARLIN.values())}"
 
 
-def vllm_ratios(kernel: str = "fp4_ops", **where: Any) -> list[float]:
-    """The time of vLLM's default over ours: for GPT-OSS Triton's kernels, otherwise Marlin's."""
-    return [
-        r.get("triton_us", r["marlin_us"]) / r[f"{kernel}_us"]
-        for r in rows("vllm_experts_h200", "experts", **where)
-    ]
+def vllm_ratio(r: dict[str, Any], kernel: str) -> float:
+    """Returns the recorded speedup over vLLM's default: for GPT-OSS Triton's kernels, otherwise Marlin's.
+
+    A record without Triton's ratio to our bfloat16 block gives that of the medians.
+    """
+    bf16 = "bf16_" if kernel == "bf16" else ""
+    if "triton_us" not in r:
+        return float(r[f"{bf16}speedup"])
+    return float(r.get(f"triton_{bf16}speedup", r["triton_us"] / r[f"{kernel}_us"]))
 
 
 @table
 def vllm_experts() -> str:
     heads = ["model", "tokens", "Marlin", "Triton", "fp4_ops", "fp4_ops, bf16", "vLLM / fp4_ops", "/ bf16"]
-    lines: list[list[Cell]] = []
-    for r in rows("vllm_experts_h200", "experts"):
-        of = {"model": r["model"], "tokens": r["tokens"]}
-        lines.append(
-            [r["model"], r["tokens"], r["marlin_us"], r.get("triton_us"), r["fp4_ops_us"], r["bf16_us"],
-             *vllm_ratios(**of), *vllm_ratios("bf16", **of)]
-        )  # fmt: skip
-    medians = [[*spread(vllm_ratios(kernel))[1:]] for kernel in ("fp4_ops", "bf16")]
-    for i, name in enumerate(("least", "median", "most")):
-        lines.append([f"**{name}**", None, None, None, None, None, medians[0][i], medians[1][i]])
+    found = rows("vllm_experts_h200", "experts")
+    ratios = {kernel: [vllm_ratio(r, kernel) for r in found] for kernel in ("fp4_ops", "bf16")}
+    lines: list[list[Cell]] = [
+        [r["model"], r["tokens"], r["marlin_us"], r.get("triton_us"), r["fp4_ops_us"], r["bf16_us"], *both]
+        for r, *both in zip(found, *ratios.values())
+    ]
+    names = "**least**", "**median**", "**most**"
+    for name, *both in zip(names, *(spread(its)[1:] for its in ratios.values())):
+        lines.append([name, None, None, None, None, None, *both])
     return f"{grid(heads, lines)}\n\n{source('vllm_experts_h200')}"
 
 

@@ -66,14 +66,21 @@ def slots_link() -> str:
 
 @table
 def slots_peer() -> str:
-    """Times of `.to` beside those of slots where nothing is in them, or routing repeats."""
-    heads = ["model", "tokens", "`.to`, us a layer", "slots for 40 %, us a layer", "times faster"]
+    """Times of `.to` beside those of slots: routing that repeats, and nothing in slots."""
+    heads = ["model", "tokens", "routing", "in slots", "`.to`, us a layer", "slots, us a layer",
+             "times faster"]  # fmt: skip
     lines = []
     for name in SLOTS:
         for r in rows(name, "peer"):
-            decode = rows(name, "decode", tokens=r["tokens"], routing="recent")
-            us = decode[0]["us"] if decode else 1e3 * rows(name, "prefill", tokens=r["tokens"])[0]["ms"]
-            lines.append([r["model"], r["tokens"], r["us"], us, r["us"] / us])
+            tokens = r["tokens"]
+            prefill = rows(name, "prefill", tokens=tokens, slots=51, begin="empty")
+            found = [("uniform", 0, 1e3 * p["ms"]) for p in prefill]
+            # "new" steps of several sequences want fewer experts than those that `.to` copied.
+            kinds = ("recent", "new") if tokens == 1 else ("recent",)
+            steps = [d for kind in kinds for d in rows(name, "decode", tokens=tokens, routing=kind)]
+            found += [(d["routing"], d["hit_ratio"], d["us"]) for d in steps]
+            for kind, hit_ratio, us in found:
+                lines.append([r["model"], tokens, kind, hit_ratio, r["us"], us, r["us"] / us])
     return f"{grid(heads, lines)}\n\n{source(*SLOTS)}"
 
 

@@ -33,7 +33,7 @@ def decode() -> str:
 def whole_steps() -> str:
     name = "step_h200"
     lines = [[r["context"], r["batch"], r["ms"], r["tokens_per_s"], r["gb"]] for r in rows(name, "step")]
-    heads = ["tokens in the cache", "sequences", "ms a step", "tokens/s", "memory, GB"]
+    heads = ["room in the cache", "sequences", "ms a step", "tokens/s", "tensors held, GB"]
     return f"{grid(heads, lines)}\n\n{source(name)}"
 
 

@@ -59,8 +59,10 @@ SHARE = 0.4
 """Share of the experts that have slots."""
 WARM, STEPS = 30, 60
 RUNS = 3
-MOST_DIFFERENCE = 5e-2
-"""Other numbers of experts can choose other kernels, and these fp8 activations or the model's own."""
+MOST_DIFFERENCE = 5e-3
+"""The block over slots runs the resident block's kernels, but prefill tiles its work by the slots."""
+PEER_DIFFERENCE = 5e-2
+"""`moe` on the chosen experts alone may run other kernels, and these fp8 activations or the model's own."""
 
 
 def ms(
@@ -186,7 +188,7 @@ class Layers:
 
     def difference(self, x: Tensor, share: Tensor, slots: int, kinds: tuple[str, ...]) -> float:
         """Returns the largest relative difference from the resident block. Raises AssertionError if it is
-        more than that of other kernels."""
+        more than that of other tiles."""
         x, tokens = torch.empty_like(x), len(x)
         made = [routing(2, tokens, self.model, kind) for kind in kinds for _ in range(2)]
         ids = made[0][:2].to(x.device).clone()
@@ -337,7 +339,7 @@ def peer(layers: Layers) -> Iterator[record.Row]:
         want = [torch.ops.fp4.moe(x, each, share, *layers.weights, **layers.options) for each in ids[:2]]
         for got, right in zip(call(), want):
             error = float(((got.float() - right.float()).norm() / right.float().norm()).nan_to_num(torch.inf))
-            assert error < MOST_DIFFERENCE, error
+            assert error < PEER_DIFFERENCE, error
         took = ms(call, runs=10 if tokens <= 8 else RUNS) / 2
         yield {"table": "peer", "model": model.name, "tokens": tokens, "us": took * 1e3}
 

@@ -89,7 +89,10 @@ def make_folders(where: Path, shape: dict[str, int], layers: int, device: str) -
 
 
 def serve(folder: str, options: dict[str, Any]) -> None:
-    """Answers lines of JSON: {"batch", "length", "new", "gaps"} -> {"s", "tokens", "gaps"}."""
+    """Answers lines of JSON: {"batch", "length", "new", "gaps"} -> {"s", "tokens", "gaps"}.
+
+    The first line that it prints, once it is ready, has the versions of its packages.
+    """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints to 1
     from vllm import LLM, SamplingParams
@@ -97,7 +100,7 @@ def serve(folder: str, options: dict[str, Any]) -> None:
     llm = LLM(
         folder, dtype="bfloat16", skip_tokenizer_init=True, seed=0, enable_prefix_caching=False, **options
     )
-    print(json.dumps({"ready": True}), file=out, flush=True)
+    print(json.dumps({"versions": record.versions()}), file=out, flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
         sampling = SamplingParams(
@@ -179,7 +182,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                 started[name] = Engine(args.python, Path(there) / what["folder"], options, off=i == 0)
                 stack.callback(started[name].close)
             for engine in started.values():
-                engine.answer()
+                record.ELSEWHERE.update(engine.answer()["versions"])
             for batch in map(int, args.batches.split(",")):
                 yield from of_batch(started, model, batch, args)
 

@@ -6,9 +6,10 @@ Both get the same codes, bfloat16 inputs, ids and routing weights. vLLM's blocks
 GPT-OSS, also `OAITritonMxfp4ExpertsMonolithic`, which vLLM chooses by itself; that one takes the router's
 logits, so in GPT-OSS's rows all blocks begin at the logits. Ours is `Experts.apply` of the plugin, with its
 activations (on Hopper bfloat16 for few tokens and fp8 for many) and, as bf16, without fp8. Each time is that
-of a CUDA graph with several routings, by the call; the blocks take turns, and a speedup is the median of the
-rounds' ratios over Marlin's (triton_speedup: over Triton's). error: the relative error of 8 tokens against
-float64 over the dequantised weights, before anything is timed; a block that is wrong ends the run.
+of a CUDA graph with several routings, by the call. The blocks take turns, and each round begins with another
+block. A speedup over Marlin is the median of the rounds' ratios (triton_speedup, triton_bf16_speedup: over
+Triton). error: the relative error of 8 tokens against float64 over the dequantised weights, before anything
+is timed. A block whose error exceeds WORST, or is NaN, ends the run.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ MODELS = {
     "deepseek-v3": Model(256, 8, 7168, 2048),
 }
 TOKENS = "1,2,4,8,16,32,64,128,256,512,1024,2048,4096,8192"
-WORST = {"fp4_ops": 0.08, "bf16": 0.02}
-"""Largest relative error of our blocks, with activations in fp8 and in bfloat16."""
+WORST = {"marlin": 0.02, "triton": 0.02, "fp4_ops": 0.08, "bf16": 0.02}
+"""Largest relative error of each block; fp4_ops may have activations in fp8."""
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
@@ -350,13 +351,15 @@ def of_tokens(
         block: float((run(given[0])[:count].double() - want).norm() / want.norm())
         for block, run in blocks.items()
     }
-    if any(errors[block] > most for block, most in WORST.items()):
+    if not all(error <= WORST[block] for block, error in errors.items()):  # not if it is NaN
         raise AssertionError(f"{name}, {tokens} tokens: relative errors {errors}; at most {WORST}")
     graphs = {block: captured(run, given) for block, run in blocks.items()}
     times = max(1, int(15000 / microseconds(graphs["marlin"], 2)))
     found: list[dict[str, float]] = []
-    for _ in range(rounds):
-        found.append({block: microseconds(graph, times) / len(given) for block, graph in graphs.items()})
+    for i in range(rounds):
+        first = i % len(graphs)
+        turns = [*graphs.items()][first:] + [*graphs.items()][:first]
+        found.append({block: microseconds(graph, times) / len(given) for block, graph in turns})
     median = statistics.median
     row: record.Row = {"table": "experts", "model": name, "tokens": tokens, "layout": layout}
     for block in blocks:
@@ -366,6 +369,7 @@ def of_tokens(
     row["bf16_speedup"] = median(r["marlin"] / r["bf16"] for r in found)
     if model.gpt_oss:
         row["triton_speedup"] = median(r["triton"] / r["fp4_ops"] for r in found)
+        row["triton_bf16_speedup"] = median(r["triton"] / r["bf16"] for r in found)
     return row
 
 

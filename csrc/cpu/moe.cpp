@@ -9,12 +9,15 @@
 namespace fp4::cpu {
 namespace {
 
-// Tokens are processed in chunks whose intermediate rows fit this size. Beyond 32 MB, glibc gets memory from
-// the system for each call and returns it, and fresh pages took a tenth of a call's time.
+// Tokens are processed in chunks whose gate and up rows, in float32, fit this size, or kMostTimes of it where
+// experts would have few rows. Beyond 32 MB, glibc gets memory from the system for each call and returns it,
+// and fresh pages took a tenth of a call's time.
 constexpr int64_t kMaxBytes = fitted::memory::most_hidden_bytes;
 
-// Each chunk unpacks all weights again. So a chunk may be up to kMostTimes as large, until experts have this
-// many rows on average: 1024 tokens of 32 experts, 2 a token, took 0.8 of the time of two chunks.
+// Each chunk unpacks all weights again. So a chunk may be up to kMostTimes as large, until experts have
+// kChunkRows rows on average: 1024 tokens of 32 experts, 2 a token, took 0.8 of the time of two chunks. Only
+// this shape on one CPU was timed; kMostTimes bounds the memory. At most, gate and up then take 96 MiB, and
+// the rows after the activation and of the result come on top.
 constexpr int64_t kChunkRows = fitted::chunks::rows_of_expert, kMostTimes = fitted::chunks::most_times;
 
 // With at least this many hidden values, their activation is worth a parallel region. This many took 5 us on

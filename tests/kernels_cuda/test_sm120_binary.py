@@ -29,7 +29,7 @@ OPCODES = {
     "0": "OMMA.SF.16864.F32.E2M1.E2M1.E8",
 }
 """By whether a kernel is for nvfp4."""
-KERNELS, MOST_REGISTERS = 8, 255
+KERNELS, MOST_REGISTERS = 8, 208
 
 
 # --- machine code ---

@@ -4,6 +4,7 @@ The measurements need a GPU, a peer or minutes. So GPU scripts run here on the C
 kernels that return zeros and a clock that says 1: names that moved and rows that do not fit show.
 """
 
+import argparse
 import contextlib
 import importlib
 import itertools
@@ -669,3 +670,50 @@ def test_rows_of_slots_model(host_slots, monkeypatch):
         (table, where) for where in ("GPU", "slots") for table in ("prefill", "generate")
     ]
     assert rows[-1]["equal_ratio"] == 1.0
+
+
+class Blocks:
+    """Stands in for the GPU's part of vllm_experts: blocks of given errors, and a clock."""
+
+    def __init__(self, monkeypatch, **errors):
+        self.module, self.timed = imported("vllm_experts"), []
+        given = [argparse.Namespace(x=torch.zeros(1, 4))]
+        want = torch.ones(1, 4, dtype=torch.float64)
+        replacements = {
+            "inputs": lambda *_: given,
+            "reference": lambda *_: want,
+            "captured": lambda block, _: block,
+            "microseconds": self.microseconds,
+        }
+        for name, f in replacements.items():
+            monkeypatch.setattr(self.module, name, f)
+        self.blocks = {name: lambda _, e=error: want * (1 + e) for name, error in errors.items()}
+
+    def microseconds(self, graph, times):
+        self.timed.append(next(name for name, block in self.blocks.items() if block is graph))
+        return float(len(self.timed))
+
+    def row(self, rounds):
+        return self.module.of_tokens("qwen3-30b", None, self.blocks, 1, "sm90 auto", rounds)
+
+
+@pytest.mark.parametrize("wrong", ["marlin", "triton", "fp4_ops", "bf16"])
+@pytest.mark.parametrize("error", [float("nan"), 0.09])
+def test_vllm_experts_ends_at_a_wrong_block(wrong, error, monkeypatch):
+    errors = dict.fromkeys(("marlin", "triton", "fp4_ops", "bf16"), 0.001) | {wrong: error}
+    with pytest.raises(AssertionError, match="relative errors"):
+        Blocks(monkeypatch, **errors).row(rounds=1)
+
+
+def test_vllm_experts_rotates_the_order(monkeypatch):
+    blocks = Blocks(monkeypatch, marlin=0.001, fp4_ops=0.05, bf16=0.002)
+    row = blocks.row(rounds=4)
+    assert blocks.timed[1:] == [*("marlin", "fp4_ops", "bf16"), *("fp4_ops", "bf16", "marlin"),
+                                *("bf16", "marlin", "fp4_ops"), *("marlin", "fp4_ops", "bf16")]  # fmt: skip
+    assert row["fp4_ops_error"] == pytest.approx(0.05) and "triton_speedup" not in row
+
+
+def test_versions_of_other_processes(monkeypatch):
+    record = imported("record")
+    monkeypatch.setattr(record, "ELSEWHERE", {"vllm": "0.26.0"})
+    assert record.versions()["vllm"] == "0.26.0" and record.versions()["torch"] == torch.__version__
