@@ -33,7 +33,7 @@ from .emit.mixture import Emitter
 from .emit.products import EveryUse, batched_products, linear_layers, write_product
 from .emit.writer import Writer, kernel
 from .graph.dead_code import erase_unused, read_past_writes, sweep
-from .graph.nodes import FLOATING, Canon, aten, is_op, unswap, value
+from .graph.nodes import FLOATING, PRODUCTS, Canon, aten, is_op, reached, unswap, value
 from .graph.strides import allow_any_strides
 from .index.reader import Reader
 from .index.terms import interning
@@ -223,7 +223,7 @@ def _mixtures(s: _State) -> None:
     others = _other_experts(s, blocks)
     by_product = {n for group, _ in others for n in group.nodes}
     for downs, found in blocks:
-        if isinstance(found, Refusal) and (not by_product.isdisjoint(downs) or _is_told(found, others)):
+        if isinstance(found, Refusal) and by_product and _is_told(found, downs, by_product):
             continue
         if dense.keys() >= set(downs):
             s.unrouted |= {n: dense[n] for n in downs}
@@ -248,7 +248,10 @@ def _mixtures(s: _State) -> None:
     for group, reason in others:
         try:
             need_wide(group.experts[0].matrices, group.site, s.facts)
-            s.sites += EveryUse(writer, group.operands, group.site, reader).run(reason, taken)
+            sites = EveryUse(writer, group.operands, group.site, reader).run(reason, taken)
+            if not sites:
+                raise Refused(reason)
+            s.sites += sites
         except Refused as stop:
             s.refused.append(([group.site], stop.refusal))
     sweep(graph)
@@ -288,9 +291,15 @@ def _other_experts(
     return result
 
 
-def _is_told(found: Refusal, others: list[tuple[alike.Alike, Refusal]]) -> bool:
-    """Return whether a refusal says only that no experts were found, and some were found after it."""
-    return bool(others) and found.kind in (Kind.BETWEEN, Kind.SUM_BETWEEN)
+def _is_told(found: Refusal, downs: list[fx.Node], by_product: set[fx.Node]) -> bool:
+    """Return whether a refusal is about products that are rewritten one by one: those that look like down
+    products, or the ones before a step that is no activation."""
+    about = set(downs)
+    if found.kind in (Kind.BETWEEN, Kind.SUM_BETWEEN):
+        inputs = [n for down in downs for n in down.all_input_nodes]
+        before = reached(inputs, lambda n: () if is_op(n, *PRODUCTS) else n.all_input_nodes)
+        about |= {n for n in before if is_op(n, *PRODUCTS)}
+    return not by_product.isdisjoint(about)
 
 
 def _without_router(

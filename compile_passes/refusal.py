@@ -73,7 +73,7 @@ class Kind(Enum):
     )
     EVERY_USE = "not one operator: {}", advice.EVERY_USE
     EACH_PRODUCT = "not one operator: {}", None
-    NO_FFN = "an expert is no gate/up, activation and down alone", advice.EACH_PRODUCT
+    NO_FFN = "an expert is more or less than gate/up, an activation and down", advice.EACH_PRODUCT
     CORRECTED = (
         "the product with {:input} is corrected by one of smaller rank (LoRA), of {:input} and {:input}",
         advice.MERGE,

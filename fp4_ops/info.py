@@ -21,8 +21,8 @@ _COMPILED = "tests compile its kernels and check what they need; nobody has run 
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
     ("8.0", "8.6", "8.9", "10.0", "12.0", "12.1"), _COMPILED
 )
-_BY_CUDA = "FP4 rows on FP4 tensor cores, by CUDA kernels: compiled and emulated, not run by us"
 """How kernels are tested, by compute capability (test_architectures.py, and tests marked `gpu`)."""
+_BY_CUDA = "FP4 rows on FP4 tensor cores, by CUDA kernels: compiled and emulated, not run by us"
 
 
 @dataclass(frozen=True)

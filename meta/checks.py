@@ -697,6 +697,7 @@ def check_update_cache(
         q.shape[1] <= keys.shape[2],
         lambda: f"q has {q.shape[1]} tokens; keys has room for {keys.shape[2]}",
     )
+    check_device("start", start, "q", q)
     check_dtype("start", start, INDEX)
     check_dim("start", start, 0)
 

@@ -1,5 +1,5 @@
-"""Prepares a graph that Dynamo captured: its numbers from tensors, and lengths that a graph break has torn
-apart, so that ids, weights and rows each have one of their own.
+"""Prepares a graph that Dynamo captured: its numbers from tensors, and its lengths. After a graph break, ids,
+weights and rows may each have a length of their own.
 
 If Dynamo breaks the graph between a router and its experts, the rest of the function is a graph that reads
 ids [s1, k], weights [s2, k] and rows [s0, H]. Nothing in it says that the lengths are equal, so no proof

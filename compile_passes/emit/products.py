@@ -1,5 +1,5 @@
 """Writes single products: of sorted rows, gathered weights, as many rows for each expert, linear layers
-outside experts, and experts that are no single operator.
+outside experts, and experts that do not fit one operator.
 """
 
 from __future__ import annotations

@@ -81,10 +81,8 @@ def read_past_writes(graph: fx.Graph) -> None:
         while ours is not None and is_op(source, aten.select_scatter, aten.slice_scatter):
             theirs = _part(source, operand(source))
             same_kind = is_op(node, aten.select) == is_op(source, aten.select_scatter)
-            same_kind = (
-                same_kind and value(operand(source, 1)).dtype == value(node).dtype
-            )  # or it was converted
-            if theirs == ours and same_kind:
+            converted = value(operand(source, 1)).dtype != value(node).dtype
+            if theirs == ours and same_kind and not converted:
                 node.replace_all_uses_with(operand(source, 1))
                 break
             if theirs is None or theirs[0] != ours[0] or not set(theirs[1]).isdisjoint(ours[1]):

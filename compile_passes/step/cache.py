@@ -149,7 +149,8 @@ def _start(places: Any) -> fx.Node | None:
         steps = arguments(numbers)
         if (steps.get("start", 0), steps.get("step", 1)) != (0, 1) or value(numbers).dtype != torch.int64:
             continue
-        if value(start).dim() == 0 and value(start).dtype == torch.int64:
+        here = value(start).device == value(numbers).device
+        if here and value(start).dim() == 0 and value(start).dtype == torch.int64:
             return start
     return None
 

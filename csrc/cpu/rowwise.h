@@ -209,7 +209,7 @@ inline float exp_float(float x) {
 inline float soft_cap(float x, float cap) {
   const Exponential e = exponential(2.f * x / cap);
   const float t = e.less_one * e.power + (e.power - 1.f);
-  return cap * t / (t + 2.f);
+  return cap * (t / (t + 2.f));  // t may be as large as a float
 }
 
 template <Activation::Function function>

@@ -5,6 +5,7 @@
 // `state` and `slots` are a memo between calls of one cache: what they hold decides how long a call takes,
 // never its result. Only this operator reads them, and calls of one cache come in the order of one stream.
 #include <algorithm>
+#include <exception>
 
 #include "cuda/moe.h"
 #include "cuda/operands.h"
@@ -107,6 +108,32 @@ Tensor assign(const Here& here, const Plan& plan, const device::SlotParts& parts
   return ids;
 }
 
+// Leaves the cache usable if a round fails, for lack of memory say: the state names what the slots hold after
+// all rounds, and those that did not run fetched nothing. So all experts count as missing. A fetch on the
+// side stream ends before the plan that it reads is freed.
+class Unfinished {
+ public:
+  Unfinished(const Here& here, const Tensor& state, int64_t experts)
+      : here_(here), state_(state), experts_(experts), exceptions_(std::uncaught_exceptions()) {}
+  Unfinished(const Unfinished&) = delete;
+  ~Unfinished() {
+    if (std::uncaught_exceptions() == exceptions_) return;
+    try {
+      if (forked) here_.kernels().side_join(here_.stream());
+      Tensor slot_of = torch::stable::narrow(state_, 0, 0, experts_);
+      torch::stable::fill_(slot_of, -1.0);
+    } catch (...) {  // the first error is the one to tell
+    }
+  }
+  mutable bool forked = false;
+
+ private:
+  const Here& here_;
+  const Tensor& state_;
+  int64_t experts_;
+  int exceptions_;
+};
+
 // With at least so many rows an expert, what the next round fetches overlaps the product of this one.
 constexpr int64_t kRowsToOverlap = 8;
 // Thread blocks that fetch beside a product. They fill the link, and leave it most multiprocessors.
@@ -163,6 +190,7 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   require_kernels("moe_slots", *shape.up.layout, here);
   const bool overlaps = count >= 2 && topk_ids.numel() >= kRowsToOverlap * experts && count < experts;
   const Plan plan = make_plan(here, topk_ids, state, count, overlaps);
+  const Unfinished unfinished(here, state, experts);
   const int rounds = plan.fields.rounds;
   // Parts of equal size, so that one kind of kernel runs all.
   const int64_t tokens = x.size(0), top_k = topk_ids.size(1);
@@ -175,9 +203,13 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   const auto fork = [&] {
     void* side = nullptr;
     check_launch(kernels.side_fork(here.stream(), &side), "fp4_kernel_side_fork");
+    unfinished.forked = true;
     return side;
   };
-  const auto join = [&] { check_launch(kernels.side_join(here.stream()), "fp4_kernel_side_join"); };
+  const auto join = [&] {
+    check_launch(kernels.side_join(here.stream()), "fp4_kernel_side_join");
+    unfinished.forked = false;
+  };
   void* side = nullptr;
   if (overlaps) fetch(here, plan, parts, 0, kBlocksBeside, side = fork());
   for (int round = 0; round < rounds; ++round) {

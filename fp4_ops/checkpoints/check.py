@@ -52,9 +52,8 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
         place(model, inside, tensors.values())
     except CheckpointError as error:
-        if any(
-            advice in str(error) for advice in (OTHER_MODEL, INCOMPLETE, PREFIXED)
-        ):  # the family is not to blame
+        is_of_the_files = any(advice in str(error) for advice in (OTHER_MODEL, INCOMPLETE, PREFIXED))
+        if is_of_the_files:
             raise CheckpointError(f"{error}. Nothing was written") from None
         family = folder.config.get("model_type")
         raise CheckpointError(

@@ -143,7 +143,7 @@ def _inside(path: Path, name: str, where: Path) -> Path:
     """Returns a file of the folder by its name. Raises CheckpointError for a name that leads out of the
     folder."""
     if Path(name).is_absolute():
-        if (inside := Path(os.path.relpath(name, path))).parts[0] != "..":
+        if (inside := Path(os.path.relpath(name, path))).parts[:1] not in ((), ("..",)):
             return path / inside
         raise CheckpointError(
             f"fp4: {where} names {name}, an absolute path that is not in the folder {path}; names must be "

@@ -176,7 +176,10 @@ class PackedWeight(nn.Module):
             "fp4_ops.update(model, name, tensor) or model.load_state_dict, which quantise them"
         )
 
-    data = property(fset=copy_)  # nn.Module would take it as an attribute, and nothing would read it
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "data":  # nn.Module would keep it, and nothing would read it
+            self.copy_(value)
+        super().__setattr__(name, value)
 
     @property
     def num_bytes(self) -> int:

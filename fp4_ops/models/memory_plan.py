@@ -277,7 +277,7 @@ def _element_size(model: Any) -> int:
 
 
 def _activations(model: Any) -> Activations:
-    """Estimates the activations of a prompt, from above.
+    """Estimates the activations of a prompt, without masks, which grow with the tokens in the cache.
 
     A layer holds some vectors of the hidden size for each token (residual, norm, their float32 forms), some
     as wide as the widest layer outside the experts (queries before and after rotation, a gate and an up), and

@@ -41,6 +41,7 @@ def _part(model: Any, input_ids: Tensor, model_kwargs: dict[str, Any]) -> int | 
     sequences, tokens = input_ids.shape
     most = max(1, plan.prompt_tokens // max(1, sequences))
     other = any(value is not None and name not in _DIVIDED for name, value in model_kwargs.items())
-    if tokens <= most or other or model_kwargs.get("past_key_values") is None:
+    cache = model_kwargs.get("past_key_values")
+    if other or cache is None or tokens - int(cache.get_seq_length()) <= most:
         return None
     return most

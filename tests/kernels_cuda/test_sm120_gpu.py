@@ -120,7 +120,7 @@ class Case:
         on = [None if t is None else t.cuda() for t in (self.x.packed, self.x.scale, self.x.factor)]
         w = [self.w.packed, self.w.scale, self.w.factor, self.bias]
         weights = scaled.Weights(*(None if t is None else t.cuda() for t in w), self.format)
-        given, _scale = scaled.arguments(
+        given, _kept = scaled.arguments(
             scaled.Rows(*on), weights, out, self.m, self.route, self.a_div, config
         )
         assert kernels.fp4_kernel_scaled(ctypes.byref(given)) == 0

@@ -169,6 +169,9 @@ def test_what_does_not_fit_is_refused_by_name():
         module.gate_up_proj.data = nan
     with pytest.raises(AttributeError, match=r"fp4_ops.update\(model, name, tensor\)"):
         module.gate_up_proj.copy_(nan)
+    for values in (nan, torch.nn.Parameter(nan), None):
+        with pytest.raises(AttributeError, match=r"fp4_ops.update\(model, name, tensor\)"):
+            module.gate_up_proj.data = values
     with pytest.raises(RuntimeError, match="the weight is in 4 bits; load it through"):
         module.gate_up_proj.load_state_dict({"weight": nan}, strict=False)
     with pytest.raises(ValueError, match=f"no weight .*names like it are .*{name}.gate_up_proj"):

@@ -533,3 +533,7 @@ def test_a_device_mix_is_refused_by_fakes():
                 RuntimeError, match=f"{name} is on meta and b on cpu; they must be on one device"
             ):
                 fp4.grouped_mm(**args, format="nvfp4")
+        heads, angles, cache = torch.empty(1, 2, 1, 64), torch.empty(1, 2, 64), torch.empty(1, 1, 4, 64)
+        places = torch.empty((), dtype=torch.int64, device="meta")
+        with pytest.raises(RuntimeError, match="start is on meta and q on cpu; they must be on one device"):
+            fp4.update_cache(*[heads] * 3, *[angles] * 2, None, None, 1e-6, cache, cache, places)

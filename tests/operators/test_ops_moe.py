@@ -133,6 +133,20 @@ def test_activations(activation, device):
     assert_moe_close(out, want, torch.float32, "none")
 
 
+def test_situ_is_bounded():
+    """Its parts are 4 tanh(gate / 4) sigmoid(gate) and 25 tanh(up / 25), however large gate and up are."""
+    values = torch.tensor([-3e38, -1e4, -1e3, 1e3, 1069.0, 1e4, 3e38])
+    x = torch.zeros(len(values), 64).index_fill_(1, torch.tensor(0), 1.0) * values[:, None]
+    first = torch.zeros(1, 64, 64)
+    first[0, :, 0] = 1  # gates and ups are x's first column
+    down = fp4.quantize(torch.eye(64, 32)[None], "mxfp4")
+    ids, weights = torch.zeros(len(values), 1, dtype=torch.int64), torch.ones(len(values), 1)
+    options = {"format": "mxfp4", "activation": "situ", "a_format": "none"}
+    got = fp4.moe(x, ids, weights, *fp4.quantize(first, "mxfp4"), *down, **options)
+    want = 4 * (values / 4).tanh() * values.sigmoid() * 25 * (values / 25).tanh()
+    torch.testing.assert_close(got[:, 0], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 70])
 def test_many_experts(tokens, device):
     """Kimi-K3 has 896 experts, and 16 for each token."""

@@ -88,16 +88,24 @@ def takes(n: int, k: int) -> bool:
     return n > 0 and k > 0 and n % COLUMNS == 0 and k % PART == 0
 
 
+def _aligned(t: Tensor) -> Tensor:
+    """Returns `t`, or a copy if it begins inside 16 bytes, which the kernels copy at once."""
+    return t.clone() if t.data_ptr() % 16 else t
+
+
 def arguments(
     x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
-) -> tuple[ScaledArguments, Tensor]:
-    """Returns the arguments of a launch, and the scales of the rows, which must live until then.
+) -> tuple[ScaledArguments, tuple[Tensor, ...]]:
+    """Returns the arguments of a launch, and tensors that they point into, which must live until then.
 
     `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1.
     """
+    x = x._replace(packed=_aligned(x.packed))
+    w = w._replace(packed=_aligned(w.packed), scale=_aligned(w.scale))
     scale = x.scale
     if scale.shape[1] % SCALE_BYTES:
         scale = pad(scale.view(torch.uint8), (0, -scale.shape[1] % SCALE_BYTES))
+    scale = _aligned(scale)
     groups, n, bytes_of_k = w.packed.shape
     return ScaledArguments(
         x=address(x.packed), x_scales=address(scale), x_factor=address(x.factor), codes=address(w.packed),
@@ -107,7 +115,7 @@ def arguments(
         x_scale_bytes=scale.shape[1], nvfp4=FORMATS[w.format].has_global_scale, config=config,
         mode=route.mode, out_type=DTYPE_CODES[out.dtype],
         bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
-    ), scale  # fmt: skip
+    ), (x.packed, scale, w.packed, w.scale)  # fmt: skip
 
 
 def multiply(
@@ -117,5 +125,5 @@ def multiply(
 
     The other arguments are those of `arguments`.
     """
-    given, _scale = arguments(x, w, out, m, route, a_div, config)
+    given, _kept = arguments(x, w, out, m, route, a_div, config)
     call("fp4_kernel_scaled", ctypes.byref(given))

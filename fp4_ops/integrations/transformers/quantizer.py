@@ -367,9 +367,10 @@ def _check_device_map(devices: Any) -> None:
     for name, device in devices.items():
         if str(device) == offloads:
             raise ValueError(
-                f"fp4: device_map puts {name or 'the model'} on {offloads!r}, and weights in 4 bits "
-                "cannot be offloaded while they are loaded. For experts that exceed the GPU leave out "
-                "device_map: fp4_ops.load_checkpoint(None, FOLDER, gpu_memory='20GiB') loads a folder in 4 "
+                f"fp4: device_map puts {name or 'the model'} on {offloads!r}, and no part of a model whose "
+                "experts are in 4 bits can be offloaded while it is loaded. For experts that exceed the GPU "
+                "leave out device_map: fp4_ops.load_checkpoint(None, FOLDER, gpu_memory='20GiB') loads a "
+                "folder in 4 "
                 "bits, and fp4_ops.prepare(model, gpu_memory='20GiB') packs a model that was loaded in 16 "
                 "bits. For offloading by accelerate load without device_map, and call "
                 "accelerate.dispatch_model(..., offload_buffers=True)"
