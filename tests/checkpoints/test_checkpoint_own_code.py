@@ -26,7 +26,8 @@ ENTRY = "it is no entry of transformers' experts interface"
 # A family, changes to its config, why its experts stay as they are (empty: they do not), and in which layers.
 CASES: dict[str, tuple[str, dict[str, Any], str, tuple[int, ...]]] = {
     "llama4": ("llama4_text", {}, ENTRY, (0, 1)),
-    "inkling2, softcaps": ("inkling2_text", {}, GATE, (0, 1)),
+    "inkling2, its own caps": ("inkling2_text", {}, "", ()),  # those of situ
+    "inkling2, another cap": ("inkling2_text", {"mlp_up_softcap": 10.0}, GATE, (0, 1)),
     "minimax_m3, alpha 1.5": ("minimax_m3_vl_text", {"swiglu_alpha": 1.5}, GATE, (0, 1)),
     "minimax_m3, its own alpha": ("minimax_m3_vl_text", {}, "", ()),
     "minimax_m3, another limit": ("minimax_m3_vl_text", {"swiglu_limit": 2.5}, "", ()),

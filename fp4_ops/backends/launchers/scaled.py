@@ -75,10 +75,9 @@ class Route(NamedTuple):
 @functools.cache
 def built(device_index: int) -> bool:
     """True if the GPU has compute capability 12.x and `_sm80.so` has code with the kernels for it."""
-    if (
-        torch.cuda.get_device_capability(device_index)[0] != MAJOR
-        or native.family(device_index) != native.MMA
-    ):
+    if native.family(device_index) != native.MMA:
+        return False
+    if torch.cuda.get_device_capability(device_index)[0] != MAJOR:
         return False
     return hasattr(library(native.MMA), "fp4_kernel_scaled")
 
