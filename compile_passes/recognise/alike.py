@@ -257,7 +257,11 @@ class Search:
 
     def _goes_on(self, output: fx.Node) -> bool:
         """Return whether a product with other weights follows on the same rows: this is half an expert."""
-        rows = reached(output.users, lambda n: n.users if is_tensor(n) and has_chosen_rows(n) else ())
+
+        def on_them(n: fx.Node) -> bool:  # a dropout has several results
+            return has_chosen_rows(n) if is_tensor(n) else isinstance(n.meta.get("val"), (tuple, list))
+
+        rows = reached(output.users, lambda n: n.users if on_them(n) else ())
         return not rows.keys().isdisjoint(self._matrices)
 
     def _ends(self, outputs: list[fx.Node]) -> _Ends:

@@ -176,7 +176,7 @@ class PackedWeight(nn.Module):
             "fp4_ops.update(model, name, tensor) or model.load_state_dict, which quantise them"
         )
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name == "data":  # nn.Module would keep it, and nothing would read it
             self.copy_(value)
         super().__setattr__(name, value)

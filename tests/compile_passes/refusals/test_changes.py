@@ -430,7 +430,7 @@ FURTHER = {
     "linear": (LinearExperts, LinearExpertsGathered, "an expert is more or less", "an operator of its own"),
     "float64": (Steps, nn.Module.float, "experts that compute in torch.float64", "model.to(torch.bfloat16)"),
 }
-BY_PRODUCT = ("dropout", "dropout inside", "norm inside", "outputs", "inputs", "linear")
+BY_PRODUCT = ("dropout", "norm inside", "outputs", "inputs", "linear")
 """Each product of these is in 4 bits, but the block is not one operator."""
 
 
