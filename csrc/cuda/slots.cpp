@@ -120,7 +120,8 @@ class Unfinished {
     if (std::uncaught_exceptions() == exceptions_) return;
     try {
       if (forked) here_.kernels().side_join(here_.stream());
-      Tensor slot_of = torch::stable::narrow(state_, 0, 0, experts_);
+      Tensor state = state_;
+      Tensor slot_of = torch::stable::narrow(state, 0, 0, experts_);
       torch::stable::fill_(slot_of, -1.0);
     } catch (...) {  // the first error is the one to tell
     }
