@@ -226,13 +226,13 @@ def test_block_over_slots_is_the_block_over_all(only, tokens, format, layout, sl
 
 def test_a_call_that_fails_leaves_no_wrong_experts(poisoned_memory):
     """Its plan names what slots hold after all rounds, and it fails in the first."""
-    weights = block("nvfp4", "sm90", False)
+    weights = block("mxfp4", "mma_bf16", False)
     host, slots = [None if w is None else in_host_memory(w) for w in weights], 4
     memory, _ = room(host, slots)
     state = new_state(EXPERTS, slots)
     x, ids = torch.randn(30, HIDDEN, device="cuda").bfloat16(), next(iter(routings(EXPERTS, 30, TOP_K, 1)))
     given = x, ids.to("cuda"), torch.rand(30, TOP_K, device="cuda")
-    options = {"format": "nvfp4", "layout": "sm90", "activation": "silu_interleaved"}
+    options = {"format": "mxfp4", "layout": "mma_bf16", "activation": "silu_interleaved"}
     with pytest.raises(RuntimeError, match="Hopper GPUs have no kernel"):
         torch.ops.fp4.moe_slots(*given, *host, memory, state, **options, a_format="int8")
     assert (state[:EXPERTS] == -1).all()

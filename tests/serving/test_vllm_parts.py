@@ -167,6 +167,17 @@ def test_tensors_arrive_in_the_operand_and_stay_there(monkeypatch):
         assert torch.equal(got, torch.stack(rows))
 
 
+def test_global_scales_are_float32_whatever_the_default_dtype():
+    """vLLM sets the default dtype to the model's while it loads."""
+    matrices = [made(32, 64, "nvfp4") for _ in range(2)]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        factor = stacked(matrices, "nvfp4")[2]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(factor, torch.stack([codes.global_scale for codes in matrices]))
+
+
 def test_stacks_of_gpt_oss_are_found_by_vllms_names(tmp_path):
     vllm_folders.FOLDERS["mxfp4"](tmp_path / "mxfp4")
     stored = Stored.read(str(tmp_path / "mxfp4"), {}, {})

@@ -115,7 +115,8 @@ class Stack:
             start = rows.stop
         if first.global_scale is not None:
             if self._factor is None:
-                self._factor = torch.empty(self.experts)
+                # vLLM sets the default dtype and the default device while it loads.
+                self._factor = torch.empty(self.experts, dtype=torch.float32, device="cpu")
             self._factor[expert] = first.global_scale
         self._made.add(expert)
 
