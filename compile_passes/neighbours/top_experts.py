@@ -21,7 +21,7 @@ fp4 = torch.ops.fp4
 
 def runs(device: torch.device) -> bool:
     """True for a GPU that has the kernel."""
-    return device.type == "cuda" and native.family(device.index or 0) == native.HOPPER
+    return native.is_hopper(device)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ MAX_TOKENS = 256
 
 def runs(device: torch.device) -> bool:
     """True for a GPU that has the kernel."""
-    return device.type == "cuda" and native.family(device.index or 0) == native.HOPPER
+    return native.is_hopper(device)
 
 
 @dataclass(frozen=True)

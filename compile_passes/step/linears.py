@@ -50,8 +50,7 @@ MAX_BYTES = 2**27
 def runs(device: torch.device) -> bool:
     """True for a Hopper GPU on which the kernel of fp4::linears passed the check of its first use. On other
     devices, torch's own operations are faster."""
-    index = device.index or 0
-    return device.type == "cuda" and native.family(index) == native.HOPPER and linears_kernel(index)
+    return native.is_hopper(device) and linears_kernel(device.index or 0)
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,11 @@ def family(device_index: int) -> int:
     return 0 if library() is None else int(loaded().fp4_cuda_family(device_index))
 
 
+def is_hopper(device: torch.device) -> bool:
+    """True for a GPU that runs the Hopper kernels."""
+    return device.type == "cuda" and family(device.index or 0) == HOPPER
+
+
 def gpu(device_index: int) -> Gpu:
     made = Gpu()
     loaded().fp4_cuda_gpu(device_index, ctypes.byref(made))

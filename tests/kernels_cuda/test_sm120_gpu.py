@@ -34,7 +34,7 @@ pytestmark = [
 FORMATS = ("nvfp4", "mxfp4")
 CANDIDATES = range(4)
 TOKENS = (128, 64, 32, 16)
-"""Of each candidate."""
+"""Most tokens of a tile, for each candidate."""
 ROUTES = ("dense", "contiguous", "masked", "sorted")
 SHAPES = [(40, 64), (136, 320), (128, 256), (264, 576)]
 """N and K: less than a tile, tiles and a bit, with K that ends in every part of a step."""

@@ -143,7 +143,7 @@ def test_the_activations_of_prompts_fit_into_what_is_kept_free(fits):
 
 
 def test_activations_of_qwen3_30b():
-    """Those of a layer: more than the 79 KB a token and the 160 MB of 16384 rows that were measured."""
+    """The estimate for a layer exceeds what was measured: 79 KB a token, and 160 MB for 16384 rows."""
     config = Qwen3MoeConfig(
         hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_hidden_layers=1,
         num_experts_per_tok=8, num_experts=9, moe_intermediate_size=768, vocab_size=99,

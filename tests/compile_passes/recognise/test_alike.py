@@ -132,7 +132,7 @@ class SameColumnTwice(Listed):
 
 
 class Routers(Listed):
-    """What a softmax chooses by is a router, whatever weights it."""
+    """A product that goes into a softmax is a router, whatever its outputs are weighted by."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.stack([layer(x).softmax(-1) for layer in self.list], 1)

@@ -1,4 +1,4 @@
-// What the instructions in csrc/sm120/ptx_sm120.cuh do, for the emulator: takes that file's place.
+// The emulator includes this file in place of csrc/sm120/ptx_sm120.cuh, and does what its instructions do.
 #pragma once
 
 #include <cstdint>
