@@ -22,11 +22,15 @@ from torch import Tensor
 
 WAYS = {"auto": ("sm90", "auto"), "exact": ("mma_bf16", "none"), "invariant": ("mma_bf16_invariant", "none")}
 FORMAT = "nvfp4"
+GATE = "silu_interleaved"
+"""As in prepared models."""
 
 
 def block(way: str, x: Tensor, scores: Tensor, operands: tuple[Tensor, ...], ids: Tensor) -> Tensor:
     layout, a_format = WAYS[way]
-    return torch.ops.fp4.moe(x, ids, scores, *operands, format=FORMAT, layout=layout, a_format=a_format)
+    return torch.ops.fp4.moe(
+        x, ids, scores, *operands, format=FORMAT, layout=layout, activation=GATE, a_format=a_format
+    )
 
 
 def measure(m: Model, plain: list, tokens: int) -> dict[str, float]:

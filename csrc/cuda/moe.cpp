@@ -110,7 +110,10 @@ OptionalTensor run_few(const Call& c, const BlockPlan& plan, const OptionalTenso
 // For many rows an expert: sorts the rows by expert. The outputs are bfloat16, one row for each (token,
 // slot), in sorted order.
 Tensor run_sorted(const Call& c, const Sorted& sorted) {
-  const Activation* fused = prefill_gates(c.gate, c.between) ? &c.gate : nullptr;
+  // Prefill's own gate divides two tokens with one product, so a token's last bit would depend on its
+  // neighbour.
+  const bool fuses = !c.up.batch_invariant && prefill_gates(c.gate, c.between);
+  const Activation* fused = fuses ? &c.gate : nullptr;
   const Tensor h = hidden(c, fused), y = c.here.empty({c.pairs, c.down.n}, ScalarType::BFloat16);
   const int* end =
       sorted.offs() + c.up.groups - 1;  // rows of no expert are sorted last, and nothing reads them
