@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 
 from fp4_ops.compile_passes.graph.repeat import Undo, undo_of
 from fp4_ops.compile_passes.trace.copier import Copier
+
+
+def copied(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
+    """Copies Dynamo's graph as `capture` does, but fails where that would trace the whole graph."""
+    with torch.no_grad(), mode, enable_python_dispatcher():
+        return Copier(gm, fakes, mode, {}).run()
 
 
 class OnePass:
@@ -27,8 +35,7 @@ class OnePass:
         assert context is not None and context.fake_mode is not None
         mode = context.fake_mode
         fakes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-        with torch.no_grad(), mode:
-            made = Copier(gm, fakes, mode, {}).run()
+        made = copied(gm, fakes, mode)
         before = undo_of(made.graph, 0)
         self.said = self._write(made.graph)
         made.graph.eliminate_dead_code()

@@ -89,7 +89,7 @@ def test_a_tokens_bits_do_not_depend_on_its_batch(format, layout, a_format, size
 )
 @pytest.mark.parametrize("activation", ["silu_interleaved", "swigluoai"])
 def test_gate_and_up_in_alternate_rows(format, layout, a_format, dtype, activation):
-    """Prefill's own gate divides two tokens with one product, so the bits of one would depend on the other."""
+    """Prefill's own gate must not run: it divides two tokens with one product."""
     skip_unread(layout)
     run = block(format, layout, a_format, (60, 4, 128, 128), dtype=dtype, activation=activation)
     want = run(torch.arange(60, device="cuda"))

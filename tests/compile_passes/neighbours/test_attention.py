@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SEED
 from moe_models import Recorder, build, relative_error, tokens
+from one_pass import copied
 from torch._guards import TracingContext, detect_fake_mode
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import StaticCache
@@ -19,7 +20,6 @@ import fp4_ops
 from fp4_ops.compile_passes import passes as module
 from fp4_ops.compile_passes.graph.nodes import is_tensor
 from fp4_ops.compile_passes.neighbours.attention import SDPA, TRUE, Masks, NotBefore, Place, write_attention
-from fp4_ops.compile_passes.trace.copier import Copier
 
 expecttest = pytest.importorskip("expecttest")
 aten = torch.ops.aten
@@ -34,8 +34,7 @@ class Rewriter:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         if any(isinstance(x, torch.SymInt) for x in inputs):
             fakes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-        with torch.no_grad(), mode:
-            self.gm = Copier(gm, fakes, mode, {}).run()
+        self.gm = copied(gm, fakes, mode)
         self.prepare(self.gm.graph)
         self.also = write_attention(self.gm.graph, mode)
         self.gm.graph.eliminate_dead_code()

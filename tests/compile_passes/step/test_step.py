@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from conftest import SEED
 from families import tiny
 from moe_models import Recorder, relative_error
+from one_pass import copied
 from torch import nn
 from torch._guards import TracingContext, detect_fake_mode
 
@@ -22,7 +23,6 @@ from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.compile_passes.step import linears
 from fp4_ops.compile_passes.step.linears import runs, write_linears
-from fp4_ops.compile_passes.trace.copier import Copier
 from fp4_ops.runtime import first_use, native
 
 expecttest = pytest.importorskip("expecttest")
@@ -86,8 +86,7 @@ class Rewriter:
         context = TracingContext.try_get()
         mode = context.fake_mode if context is not None else detect_fake_mode(inputs)
         fakes = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
-        with torch.no_grad(), mode:
-            made = Copier(gm, fakes, mode, {}).run()
+        made = copied(gm, fakes, mode)
         given = made.graph.find_nodes(op="placeholder")
         parameters = {n for n, x in zip(given, inputs) if isinstance(x, nn.Parameter)}
         self.also = write_linears(made.graph, parameters)
@@ -365,7 +364,7 @@ def test_a_model_takes_its_steps_in_fewer_kernels(device):
     # Two layers of three, and the last norm with the head.
     assert names.count("fp4.linears.default") == 7
     assert names.count("aten.mm.default") == 0
-    assert len([said for said in recorder.frames[0].also if said.startswith("decoding step")]) == 2
+    assert sum(said.endswith("one kernel (fp4::linears)") for said in recorder.frames[0].also) == 2
 
 
 class TestGolden(expecttest.TestCase):
