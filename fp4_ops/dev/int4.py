@@ -2,38 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
-from ..backends.launchers.int4 import LAYOUT
 from ..meta.formats import Activation
-from ..meta.layouts import Layout
 from .prefill import CHOOSE, launch
-from .product import Routing
-
-
-class Int4Weight(NamedTuple):
-    """A weight in layout sm90_int4, [groups, n, kp]. Its values are code * scale * factor, with one scale
-    for `group` k."""
-
-    codes: Tensor
-    scales: Tensor
-    factor: Tensor
-    group: int
-    bias: Tensor | None
-    groups: int
-    n: int
-    kp: int
-
-    @property
-    def layout(self) -> Layout:
-        return LAYOUT
-
-    @property
-    def bf16(self) -> bool:
-        """False: no kernel multiplies these weights by 16-bit rows (see product.NativeWeight)."""
-        return False
+from .product import Int4Weight, Routing
 
 
 def run(

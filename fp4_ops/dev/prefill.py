@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,10 +12,7 @@ from ..backends.launchers.library import address, call, library, multiprocessors
 from ..meta.formats import Activation
 from . import _native
 from ._native import Choice, PrefillArguments, PrefillKernel, RowMode
-from .product import DTYPES, NativeWeight, Routing, bias_type, gate_of
-
-if TYPE_CHECKING:
-    from .int4 import Int4Weight
+from .product import DTYPES, Int4Weight, NativeWeight, Routing, bias_type, gate_of
 
 MODES = {
     Routing.DENSE: RowMode.DENSE,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.launchers.int4 import LAYOUT
 from ..backends.launchers.library import address, gate_fields
 from ..meta.formats import Activation
 from ..meta.layouts import LAYOUTS, Layout
@@ -37,6 +38,29 @@ class NativeWeight(NamedTuple):
     @property
     def bf16(self) -> bool:
         return self.layout.order == "mma_bf16"
+
+
+class Int4Weight(NamedTuple):
+    """A weight in layout sm90_int4, [groups, n, kp]. Its values are code * scale * factor, with one scale
+    for `group` k."""
+
+    codes: Tensor
+    scales: Tensor
+    factor: Tensor
+    group: int
+    bias: Tensor | None
+    groups: int
+    n: int
+    kp: int
+
+    @property
+    def layout(self) -> Layout:
+        return LAYOUT
+
+    @property
+    def bf16(self) -> bool:
+        """False: no kernel multiplies these weights by 16-bit rows (see product.NativeWeight)."""
+        return False
 
 
 def bias_type(bias: Tensor | None) -> DType:

@@ -363,7 +363,7 @@ def test_experts(format, operators, launches, monkeypatch):
     def quantized(x, fmt):
         packed, scale, factor = torch.ops.fp4.quantize(x[:, None].float(), fmt.name)
         factor = factor if fmt.has_global_scale else None
-        return scaled_ops.FP4Rows(packed[:, 0], scale[:, 0].view(torch.uint8), factor, fmt)
+        return scaled.Rows(packed[:, 0], scale[:, 0].view(torch.uint8), factor)
 
     def gated(y, k, activation):
         return apply_gate(y, activation)

@@ -22,6 +22,7 @@ import triton_targets
 from triton_interpreter import INSIDE, compiles, inside, needs_older_numpy
 
 from fp4_ops.backends.triton import launch, operators, ops, tiles
+from fp4_ops.backends.triton.scaled import ops as scaled_ops
 from fp4_ops.backends.triton.scaled import support
 from fp4_ops.backends.triton.scaled import tiles as scaled_tiles
 from fp4_ops.backends.triton.scaled.spec import Scaled
@@ -273,7 +274,7 @@ def test_a_row_with_a_negative_scale_is_nan(small_tiles):
 @pytest.mark.parametrize("format", ["nvfp4", more("mxfp4")])
 def test_the_first_use_finds_scales_that_are_read_wrongly_and_races(format, dot_scaled, monkeypatch):
     tile, cpu = tiles.Tile(32, 16, 128, 4, 2), torch.device("cpu")
-    assert support.first_error(format, tile, BLACKWELL, cpu, 1, 1) < 1e-5
+    assert scaled_ops.first_error(format, tile, BLACKWELL, cpu, 1, 1) < 1e-5
     right = semantic.TritonSemantic.dot_scaled
 
     def shifted(self, a, a_scale, *args):
@@ -282,7 +283,7 @@ def test_the_first_use_finds_scales_that_are_read_wrongly_and_races(format, dot_
         return right(self, a, self.tensor(handle, a_scale.type), *args)
 
     monkeypatch.setattr(semantic.TritonSemantic, "dot_scaled", shifted)
-    assert support.first_error(format, tile, BLACKWELL, cpu, 1, 1) > 100 * support.BOUND
+    assert scaled_ops.first_error(format, tile, BLACKWELL, cpu, 1, 1) > 100 * support.BOUND
 
     def racing(self, *args):
         sums = right(self, *args)
@@ -290,7 +291,7 @@ def test_the_first_use_finds_scales_that_are_read_wrongly_and_races(format, dot_
         return sums
 
     monkeypatch.setattr(semantic.TritonSemantic, "dot_scaled", racing)
-    assert support.first_error(format, tile, BLACKWELL, cpu, 1, 1) == float("inf")
+    assert scaled_ops.first_error(format, tile, BLACKWELL, cpu, 1, 1) == float("inf")
 
 
 @inside
@@ -400,13 +401,15 @@ def asked(monkeypatch, tmp_path):
         tiles_asked.append((format, tile))
         return found.get(format, 0.0)
 
-    monkeypatch.setattr(support, "first_error", first_error)
+    monkeypatch.setattr(scaled_ops, "first_error", first_error)
     yield found, tiles_asked
     first_use.forget()
 
 
 def spec(format: str) -> Scaled:
-    return Scaled("mapped", True, 1, format, 1536, 2048, 128, None, True, torch.float32)
+    return Scaled(
+        "mapped", True, 1, format, 1536, 2048, 128, None, True, torch.float32, scaled_ops.first_error
+    )
 
 
 @compiles
@@ -494,7 +497,7 @@ def drawn(tile, format: str, i: int, rng) -> Scaled:
     bias = None if mode == "k" else rng.choice((None, torch.bfloat16, torch.float32))
     out = rng.choice((torch.bfloat16, torch.float32))
     rows, factor = mode == "mapped" and rng.random() < 0.7, rng.random() < 0.7
-    return Scaled(mode, rows, rng.choice((1, 8)), format, n, k, stride, bias, factor, out)
+    return Scaled(mode, rows, rng.choice((1, 8)), format, n, k, stride, bias, factor, out, None)
 
 
 def problems_of(kernel, spec: Scaled, tile, family: tuple[int, ...], folder) -> list[str]:

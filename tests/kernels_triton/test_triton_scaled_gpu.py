@@ -18,6 +18,7 @@ from fp4_ops.runtime import first_use
 pytest.importorskip("triton")
 
 from fp4_ops.backends.triton import ops, tiles
+from fp4_ops.backends.triton.scaled import ops as scaled_ops
 from fp4_ops.backends.triton.scaled import support
 from fp4_ops.backends.triton.scaled import tiles as scaled_tiles
 from fp4_ops.backends.triton.scaled.kernel import scaled_kernel
@@ -108,7 +109,8 @@ def test_every_tile(tile, format):
     if not scaled_tiles.usable(tile, 1 << 20, tiles.device_of(torch.device("cuda"))):
         pytest.skip("not for this architecture")
     assert (
-        support.first_error(format, tile, tiles.device_of(torch.device("cuda")), torch.device("cuda")) < BOUND
+        scaled_ops.first_error(format, tile, tiles.device_of(torch.device("cuda")), torch.device("cuda"))
+        < BOUND
     )
 
 

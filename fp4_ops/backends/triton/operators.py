@@ -61,7 +61,7 @@ def product(prepare, a, m: int, w: ops.WeightArgs, dtype: torch.dtype, *args, **
     values, scale, global_scale, a_format = a
 
     def fp4():
-        rows = scaled.rows_of(values, scale, global_scale, w.fmt)
+        rows = scaled.rows_of(values, scale, global_scale)
         return scaled.product(prepare, rows, m, w, dtype, *args, **kwargs)
 
     def other():
@@ -147,7 +147,7 @@ def grouped_mm_k(
         return ops.grouped_mm_k(x, wt, offs, dtype, factor)
 
     def fp4():
-        return scaled.grouped_mm_k(scaled.rows_of(a, a_scale, a_global_scale, wt.fmt), wt, offs, dtype)
+        return scaled.grouped_mm_k(scaled.rows_of(a, a_scale, a_global_scale), wt, offs, dtype)
 
     return or_else(wt, a_format, fp4, other)
 

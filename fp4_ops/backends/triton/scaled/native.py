@@ -23,7 +23,6 @@ from ...launchers import rows, scaled
 
 if TYPE_CHECKING:
     from ..ops import WeightArgs
-    from .ops import FP4Rows
 
 BOUND = 1e-5
 """Bound of the error at the first use. Products are exact and sums are float32."""
@@ -127,10 +126,10 @@ def by_ids(ids: Tensor, groups: int) -> scaled.Route:
     return scaled.Route(scaled.CONTIGUOUS, offs, sorted_rows)
 
 
-def multiply(a: FP4Rows, w: WeightArgs, out: Tensor, m: int, route: scaled.Route, a_div: int = 1) -> None:
+def multiply(a: scaled.Rows, w: WeightArgs, out: Tensor, m: int, route: scaled.Route, a_div: int = 1) -> None:
     """Computes `out` as `launchers.scaled.multiply` does."""
     shape = w.groups, w.n
     weights = scaled.Weights(
         w.codes.view(*shape, -1), w.scale.view(*shape, -1), w.global_scale, w.bias, w.fmt.name
     )
-    scaled.multiply(scaled.Rows(a.packed, a.scale, a.factor), weights, out, m, route, a_div)
+    scaled.multiply(a, weights, out, m, route, a_div)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import math
 
 import torch
 import triton
 
-from ....meta.formats import Format, known_activation
+from ....meta.formats import FORMATS, Format, known_activation
+from ....runtime.oracle import dequantize, relative_error
 from ...launchers import scaled as launcher
+from ...launchers.scaled import Rows
 from .. import launch, ops
 from ..activations import gated
 from ..launch import TryNext
@@ -18,44 +19,27 @@ from ..tiles import Device, Tile, device_of
 from . import native
 from .spec import Scaled
 
-Quantized = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""packed, block scales, global scales, as `fp4::quantize` makes them."""
 
-
-class FP4Rows(NamedTuple):
-    """a[r, k] = e2m1 code * block scale * factor[r]."""
-
-    packed: torch.Tensor
-    """uint8 [rows, K/2]."""
-    scale: torch.Tensor
-    """Bytes [rows, S], of which the first ceil(K/block) count."""
-    factor: torch.Tensor | None
-    """float32 [rows], or None for ones."""
-    fmt: Format
-
-
-def rows_of(packed, block_scale, factor, fmt: Format) -> FP4Rows:
+def rows_of(packed, block_scale, factor) -> Rows:
     """Packed activations of an operator, [..., K/2]; a factor is one for all, one a group or one a row."""
     lead = packed.shape[:-1]
     if factor is not None:
         each = factor.reshape(*factor.shape, *[1] * (len(lead) - factor.dim())).expand(lead)
         factor = each.reshape(-1).contiguous()
     codes, scale = (ops.as_bytes(t).view(lead.numel(), t.shape[-1]) for t in (packed, block_scale))
-    return FP4Rows(codes, scale, factor, fmt)
+    return Rows(codes, scale, factor)
 
 
-def _quantized(x: torch.Tensor, fmt: Format) -> FP4Rows:
+def _quantized(x: torch.Tensor, fmt: Format) -> Rows:
     packed, scale, factor = ops.quantize_rows(x, fmt)
-    return FP4Rows(packed, scale, factor, fmt)
+    return Rows(packed, scale, factor)
 
 
-def _spec(
-    prepare, a: FP4Rows, w: WeightArgs, out: torch.dtype, a_div: int = 1, checked: bool = True
-) -> Scaled:
+def _spec(prepare, a: Rows, w: WeightArgs, out: torch.dtype, a_div: int = 1, check: bool = True) -> Scaled:
     mode, has_rows = ops.MODES[prepare]
     return Scaled(
         mode, has_rows, a_div, w.fmt.name, w.n, w.k, a.scale.shape[1],
-        None if w.bias is None else w.bias.dtype, a.factor is not None, out, checked,
+        None if w.bias is None else w.bias.dtype, a.factor is not None, out, first_error if check else None,
     )  # fmt: skip
 
 
@@ -80,7 +64,7 @@ def _route(prepare, rows: torch.Tensor, m: int, tile: Tile, *args, **kwargs) -> 
     return prepare(nothing, none, *args, tile, **kwargs)
 
 
-def _launch(a: FP4Rows, w: WeightArgs, route: Route, out: torch.Tensor, tile: Tile, spec: Scaled) -> None:
+def _launch(a: Rows, w: WeightArgs, route: Route, out: torch.Tensor, tile: Tile, spec: Scaled) -> None:
     n_blocks = triton.cdiv(w.n, tile.block_n)
     launch.launch(
         spec, tile, device_of(a.packed.device), (route.tiles * route.groups * n_blocks,),
@@ -89,7 +73,7 @@ def _launch(a: FP4Rows, w: WeightArgs, route: Route, out: torch.Tensor, tile: Ti
     )  # fmt: skip
 
 
-def _run(prepare, a: FP4Rows, m: int, w: WeightArgs, out: torch.Tensor, *args, **kwargs) -> None:
+def _run(prepare, a: Rows, m: int, w: WeightArgs, out: torch.Tensor, *args, **kwargs) -> None:
     device = device_of(a.packed.device)
     spec = _spec(prepare, a, w, out.dtype)
     while True:
@@ -101,9 +85,7 @@ def _run(prepare, a: FP4Rows, m: int, w: WeightArgs, out: torch.Tensor, *args, *
             continue
 
 
-def product(
-    prepare, a: FP4Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *args, **kwargs
-) -> torch.Tensor:
+def product(prepare, a: Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *args, **kwargs) -> torch.Tensor:
     """Returns out [m, w.n], as ops.run_product. Raises NoTile if no kernel can run here."""
     out = torch.empty((m, w.n), dtype=out_dtype, device=a.packed.device)
     if out.numel() and native.takes(w, w.fmt.name):
@@ -129,7 +111,7 @@ def _native_route(prepare, m: int, *args) -> tuple[int, launcher.Route]:
     return m, native.by_ids(ids, groups)
 
 
-def grouped_mm_k(a: FP4Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+def grouped_mm_k(a: Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """As ops.grouped_mm_k, whose groups begin and end with blocks of scales of both operands."""
     m, groups = a.packed.shape[0], offs.shape[0]
     out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=a.packed.device)
@@ -195,31 +177,50 @@ def _native_experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: s
     return y
 
 
-def product_with(
-    a: torch.Tensor, b: torch.Tensor, ids: torch.Tensor, fmt: Format, tile: Tile, device: Device
-) -> tuple[Callable[[], torch.Tensor], Quantized, Quantized]:
-    """a [rows, K] and b [G, N, K], quantised, multiplied with this very tile, which is not asked about.
+# --- the check of a tile's first use ---
 
-    Returns what makes the product, and both operands as packed, scale and global scale; of `a` as matrices of
-    one row.
+
+def first_error(
+    format: str, tile: Tile, device: Device, place: torch.device, blocks: int = 20, repeats: int = 8
+) -> float:
+    """Returns the larger error of two products, relative to the norm; infinity if repeats differ in a bit.
+
+    One product has a K that is a multiple of the tile's, the other a K that ends inside a tile and inside a
+    block of scales. Each product runs about five tiles of tokens times `blocks` programs, because a race of
+    the compiler's shows in some of many.
     """
-    rows, groups = a.shape[0], b.shape[0]
-    packed, scale, factor = ops.quantize_matrix(a[:, None], fmt, None)
-    w_packed, w_scale, w_factor = ops.quantize_matrix(b, fmt, None)
-    given = factor if fmt.has_global_scale else None
-    weight = WeightArgs(
-        w_packed, ops.as_bytes(w_scale), w_factor if fmt.has_global_scale else None, None, groups, b.shape[1],
-        b.shape[2], fmt,
-    )  # fmt: skip
-    x = FP4Rows(packed[:, 0], ops.as_bytes(scale)[:, 0], given, fmt)
-    spec = _spec(ops.prepare_indexed, x, weight, torch.float32, checked=False)
+    fmt, found = FORMATS[format], 0.0
+    generator = torch.Generator().manual_seed(tile.block_n * tile.block_k + tile.block_m)
+    groups, n, rows = 3, blocks * tile.block_n + 40, 2 * tile.block_m + 5
+
+    def random(*shape: int) -> torch.Tensor:  # whatever the user's default device and dtype are
+        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(place)
+
+    for k in (3 * tile.block_k, tile.block_k + 32 + fmt.block // 2):
+        a = ops.quantize_matrix(random(rows, 1, k), fmt, None)  # each row as a matrix of its own
+        b = ops.quantize_matrix(random(groups, n, k), fmt, None)
+        ids = torch.arange(rows, device=place) * 7 % groups
+        got = _with_tile(a, b, ids, k, fmt, tile, device)
+        if any(not torch.equal(_with_tile(a, b, ids, k, fmt, tile, device), got) for _ in range(repeats)):
+            return math.inf
+        a_exact, w_exact = (dequantize(codes, scale, factor, format) for codes, scale, factor in (a, b))
+        want = (a_exact[:, 0] @ w_exact.mT)[ids, torch.arange(rows, device=place)]
+        found = max(found, relative_error(got, want))
+    return found
+
+
+def _with_tile(a, b, ids: torch.Tensor, k: int, fmt: Format, tile: Tile, device: Device) -> torch.Tensor:
+    """Multiplies quantised a [rows, 1, K] and b [G, N, K] with this very tile, which is not checked."""
+    (codes, scale, factor), (w_codes, w_scale, w_factor) = a, b
+    groups, n = w_codes.shape[:2]
+    if not fmt.has_global_scale:
+        factor = w_factor = None
+    w = WeightArgs(w_codes, ops.as_bytes(w_scale), w_factor, None, groups, n, k, fmt)
+    x = Rows(codes[:, 0], ops.as_bytes(scale)[:, 0], factor)
+    spec = _spec(ops.prepare_indexed, x, w, torch.float32, check=False)
     if not launch.fits(spec, tile, device):
         raise TryNext
-    route = _route(ops.prepare_indexed, packed, rows, tile, ids, groups, tail=True)
-
-    def run() -> torch.Tensor:
-        out = torch.empty((rows, weight.n), dtype=torch.float32, device=a.device)
-        _launch(x, weight, route, out, tile, spec)
-        return out
-
-    return run, (packed, scale, factor), (w_packed, w_scale, w_factor)
+    route = _route(ops.prepare_indexed, codes, len(ids), tile, ids, groups, tail=True)
+    out = torch.empty((len(ids), n), dtype=torch.float32, device=codes.device)
+    _launch(x, w, route, out, tile, spec)
+    return out

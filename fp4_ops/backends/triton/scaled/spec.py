@@ -32,8 +32,8 @@ class Scaled(NamedTuple):
     bias: torch.dtype | None
     has_a_factor: bool
     out: torch.dtype
-    checked: bool = True
-    """True if a tile must have passed the check of its first use. False while that check runs."""
+    check: support.FirstError | None
+    """The check that a tile must have passed. None while that check runs."""
 
     @property
     def kernel(self) -> Any:
@@ -66,4 +66,4 @@ class Scaled(NamedTuple):
         return INSTRUCTIONS[self.format].search(kernel.asm["ptx"]) is not None
 
     def trusted(self, tile: Tile, device: Device) -> bool:
-        return not self.checked or support.trusted(self.format, tile, device)
+        return self.check is None or support.trusted(self.format, tile, device, self.check)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 
 import torch
 import triton
 
-from ....meta.formats import FORMATS, Format
+from ....meta.formats import Format
 from ....runtime import first_use
-from ....runtime.oracle import dequantize, relative_error
 from .. import launch
 from ..tiles import Device, Tile
 
@@ -24,6 +23,9 @@ Others multiply what `tl.dot_scaled` is given by bfloat16, or fail: 3.7 for sm_1
 
 BOUND = 1e-3
 """Bound of the error at the first use. A wrong scale or code is far above it, as products are exact."""
+
+FirstError = Callable[[str, Tile, Device, torch.device], float]
+"""Returns the error of the first product of a format with a tile, on a device."""
 
 INSTEAD = "The path for all GPUs, with rows as bfloat16,"
 
@@ -54,7 +56,7 @@ def takes(fmt: Format, a_format: str, device: Device) -> bool:
     return same and has_instructions(device) and (device, fmt.name) not in _wrong
 
 
-def trusted(format: str, tile: Tile, device: Device) -> bool:
+def trusted(format: str, tile: Tile, device: Device, first_error: FirstError) -> bool:
     """True if the tile's first product on the device agreed with the dequantised one.
 
     The result may come from the user's cache. After one failure no tile of the format is used.
@@ -86,33 +88,3 @@ def no_tile(error: launch.NoTile, format: str, device: Device) -> None:
         return
     _told.add((device, format))
     logger.warning("fp4: %s. %s is used instead", str(error).split(". Please")[0], INSTEAD.rstrip(","))
-
-
-def first_error(
-    format: str, tile: Tile, device: Device, place: torch.device, blocks: int = 20, repeats: int = 8
-) -> float:
-    """The larger error of two products, relative to the norm: K a multiple of the tile's, and K that ends
-    inside a tile and inside a block of scales. Infinite if repeats differ in a bit.
-
-    Programs of each: some five tiles of tokens times `blocks`, as compilers' races need many to be seen.
-    """
-    from .ops import product_with  # which asks this module
-
-    fmt, found = FORMATS[format], 0.0
-    generator = torch.Generator().manual_seed(tile.block_n * tile.block_k + tile.block_m)
-    groups, n, rows = 3, blocks * tile.block_n + 40, 2 * tile.block_m + 5
-
-    def random(*shape: int) -> torch.Tensor:  # whatever the user's default device and dtype are
-        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32).to(place)
-
-    for k in (3 * tile.block_k, tile.block_k + 32 + fmt.block // 2):
-        a, b = random(rows, k), random(groups, n, k)
-        ids = torch.arange(rows, device=place) * 7 % groups
-        run, a_given, w_given = product_with(a, b, ids, fmt, tile, device)
-        got = run()
-        if any(not torch.equal(run(), got) for _ in range(repeats)):
-            return math.inf
-        a_exact, w_exact = (dequantize(*t, format) for t in (a_given, w_given))
-        want = (a_exact[:, 0] @ w_exact.mT)[ids, torch.arange(rows, device=place)]
-        found = max(found, relative_error(got, want))
-    return found
