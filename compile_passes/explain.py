@@ -56,7 +56,7 @@ def explain(
 
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, torch.nn.Module):
-        refuse_emptied("explain", model)
+        refuse_emptied(model)
     before = {name: Counter(counters[name]) for name in _COUNTERS}
     stayed = dict(KEPT)
     compilations, known = list(get_compilation_metrics()), known_breaks()

@@ -326,11 +326,9 @@ def _without_router(
 
 def _batched(s: _State) -> None:
     """Rewrite products of buffers with equally many rows for each expert."""
-    graph, search = s.gm.graph, s.search
-    routed, told = s.routed, s.unrouted
-    s.sites += batched_products(s.writer, search.reader, search.matcher, routed, s.written, told)
-    sweep(graph)
-    alive = set(graph.nodes)
+    s.sites += batched_products(s.writer, s.search, s.evidence, s.routed, s.written, s.unrouted)
+    sweep(s.gm.graph)
+    alive = set(s.gm.graph.nodes)
     refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]
     refused = [(downs, r) for downs, r in refused if not s.unrouted.keys() >= set(downs)]
     left = [*(r for _, r in refused), *(r for r in s.sites if isinstance(r, Refusal))]

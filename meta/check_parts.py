@@ -1,4 +1,4 @@
-"""Conditions that checks.py is built from, with their error messages.
+"""Conditions that the checks of operators are built from, with their error messages.
 
 csrc/common/checks.h has the same functions in C++; tests/operators/test_bad_input.py compares the two. Each
 raises RuntimeError by `torch._check`. The message names the argument, its value, and what it must be. Sizes

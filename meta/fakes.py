@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.library import register_fake
 
-from . import checks, group_checks, slot_checks
+from . import checks, group_checks, operand_checks, slot_checks
 from .formats import INT8_BLOCK
 from .layouts import LAYOUTS, packed_spec
 
@@ -27,7 +27,7 @@ def _fake(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_fake
 def quantize(x, format, global_scale=None):
-    fmt = checks.check_format(format)
+    fmt = operand_checks.check_format(format)
     checks.check_quantize(x, global_scale, fmt)
     k = x.shape[-1]
     return (
@@ -93,7 +93,7 @@ def mm(
     w = checks.check_mm(
         a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+    return a.new_empty((a.shape[0], w.n), dtype=operand_checks.resolve_out_dtype(a, out_dtype))
 
 
 @_fake
@@ -104,7 +104,7 @@ def grouped_mm(
     w = checks.check_grouped_mm(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+    return a.new_empty((a.shape[0], w.n), dtype=operand_checks.resolve_out_dtype(a, out_dtype))
 
 
 @_fake
@@ -115,7 +115,7 @@ def grouped_mm_masked(
     w = checks.check_grouped_mm_masked(
         a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    return a.new_empty((a.shape[0], a.shape[1], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+    return a.new_empty((a.shape[0], a.shape[1], w.n), dtype=operand_checks.resolve_out_dtype(a, out_dtype))
 
 
 @_fake
@@ -126,7 +126,7 @@ def indexed_mm(
     w = checks.check_indexed_mm(
         a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    return a.new_empty((a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+    return a.new_empty((a.shape[0], w.n), dtype=operand_checks.resolve_out_dtype(a, out_dtype))
 
 
 @_fake
@@ -137,7 +137,7 @@ def grouped_mm_k(
     w = checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
-    return a.new_empty((offs.shape[0], a.shape[0], w.n), dtype=checks.resolve_out_dtype(a, out_dtype))
+    return a.new_empty((offs.shape[0], a.shape[0], w.n), dtype=operand_checks.resolve_out_dtype(a, out_dtype))
 
 
 @_fake
@@ -150,7 +150,7 @@ def moe(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
         format, layout, activation, a_format, w13_bias, w2_bias,
     )  # fmt: skip
-    return x.new_empty((x.shape[0], down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
+    return x.new_empty((x.shape[0], down.n), dtype=operand_checks.resolve_out_dtype(x, out_dtype))
 
 
 @_fake
@@ -164,7 +164,7 @@ def moe_slots(
         x, topk_ids, topk_weights, *weights[:6], format, layout, activation, a_format, w13_bias, w2_bias
     )
     slot_checks.check_slots(experts, weights, slots, state, x)
-    return x.new_empty((x.shape[0], experts.down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
+    return x.new_empty((x.shape[0], experts.down.n), dtype=operand_checks.resolve_out_dtype(x, out_dtype))
 
 
 @_fake
@@ -211,7 +211,7 @@ def moe_ep(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
         format, layout, activation, a_format, w13_bias, w2_bias, num_experts, tokens, max_tokens,
     )  # fmt: skip
-    return x.new_empty((x.shape[0], down.n), dtype=checks.resolve_out_dtype(x, out_dtype))
+    return x.new_empty((x.shape[0], down.n), dtype=operand_checks.resolve_out_dtype(x, out_dtype))
 
 
 @_fake

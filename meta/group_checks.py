@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from .check_parts import check, check_dtype, check_name
-from .checks import FLOATING, Experts, check_count, check_moe
+from .checks import check_moe
+from .operand_checks import FLOATING, Experts, check_count
 
 TOKENS = ("own", "same")
 """Values of `tokens`: each process passes its own tokens, or all processes pass the same ones."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from .check_parts import check, check_device, check_dtype
-from .checks import Experts
+from .operand_checks import Experts
 
 COUNTERS = 3
 """Counters at the end of `state`: calls, experts that they wanted, experts that had to be fetched."""

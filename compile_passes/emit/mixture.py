@@ -17,7 +17,7 @@ from torch import fx
 from ...meta.formats import find_activation, known_activation
 from ...meta.layouts import LAYOUTS
 from ..graph.nodes import FLOATING, aten, shape, static_int, value
-from ..index.ids import Support, distinct, nonnegative, support
+from ..index.ids import distinct, nonnegative, support
 from ..index.reader import same
 from ..index.terms import (
     Const,
@@ -72,12 +72,14 @@ class Routing(Tensors):
 
     def __init__(self, writer: Writer, m: Mixture) -> None:
         super().__init__(writer, m)
-        self.support: Support | None = None
+        self.support: tuple[fx.Node, ...] | None = None
+        """The ids that can have nonzero factors, if a matrix over all experts has the weights."""
         self.dense = False
         if self.m.k is None:
             self.support = self._support()
             self.dense = self.support is None
-            self.k = self.experts if self.support is None else self.support.k
+            choices = [int(shape(ids)[-1]) for ids in self.support or ()]
+            self.k = self.experts if self.dense else sum(choices)
         else:
             self.k = self.m.k
             if self.common.ids is None and self.common.place is None:
@@ -98,7 +100,7 @@ class Routing(Tensors):
     def _expert_ids(self, rows: fx.Node) -> fx.Node:
         m, b = self.m, self.common
         if self.support is not None:
-            return self._united([self.reshape(p, [-1, int(shape(p)[-1])]) for p in self.support.parts])
+            return self._united([self.reshape(p, [-1, int(shape(p)[-1])]) for p in self.support])
         if self.dense:
             every = self.call(aten.arange.start, m.first, m.first + self.k, device=value(b.x.node).device)
             return self.call(aten.expand.default, every, [self.call(aten.sym_size.int, rows, 0), self.k])
@@ -178,7 +180,7 @@ class Routing(Tensors):
             return self.call(aten.index.Tensor, self.reshape(table, [-1]), [inside])
         return self.call(aten.gather.default, table, 1, inside)
 
-    def _support(self) -> Support | None:
+    def _support(self) -> tuple[fx.Node, ...] | None:
         """Ids that can have nonzero factors. Some factor is zero for others, whose experts need not run."""
         quiet = bool(self.common.act.name) and not any((*self.common.up_bias, self.common.down_bias))
         for f in (*self.common.factors, *(self.common.scales if quiet else ())):

@@ -21,10 +21,9 @@ from ..naming import input_name
 from ..options import Options
 from ..recognise.block import Experts, Matrix, need_wide
 from ..recognise.evidence import Evidence
-from ..recognise.mixture import Matcher
 from ..recognise.pieces import K, N
 from ..recognise.products import Batched, Product, factors, read_batched, read_matrix
-from ..recognise.search import GATHERED, SORTED
+from ..recognise.search import GATHERED, SORTED, Search
 from ..refusal import Kind, Refusal, Refused, need
 from ..report import Load, Site, hint
 from .writer import Activations, Packed, QuantisedRows, Writer, place
@@ -68,8 +67,8 @@ BATCHED = "batched rows (bmm): the same number for each expert"
 
 def batched_products(
     writer: Writer,
-    reader: Reader,
-    matcher: Matcher,
+    search: Search,
+    evidence: Evidence,
     routed: set[fx.Node],
     written: dict[fx.Node, fx.Node],
     not_experts: dict[fx.Node, Refusal],
@@ -83,10 +82,10 @@ def batched_products(
     routed: products that something routes rows to.
     written: products with weights that the graph has written to before.
     not_experts: gets the products that are no expert's, and why."""
-    graph = writer.gm.graph
+    graph, reader = writer.gm.graph, search.reader
     found = [b for node in graph.nodes if (b := read_batched(node, reader, writer.written)) is not None]
     for b in found:
-        if Evidence.is_router(b.node):
+        if evidence.is_router(b.node):
             not_experts[b.node] = Refusal(Kind.ROUTER, b.node, (b.weight,))
         elif b.node not in routed and not b.shared:
             not_experts[b.node] = Refusal(Kind.UNROUTED, b.node, (b.weight,))
@@ -100,7 +99,7 @@ def batched_products(
             need_wide(b.experts[0], b.node, writer.facts)
             packed[b.node] = writer.pack(b.experts, _layout(b, writer.options), b.node)
             if not b.shared:
-                made_of[b.node] = _before(b, graph, reader, matcher, nodes)
+                made_of[b.node] = _before(b, search, nodes)
                 for product in _nearest_products(b.a) & written.keys():
                     raise Refused(Refusal(Kind.WRITTEN, product, (written[product],)))
         except Refused as why:
@@ -135,17 +134,16 @@ def _layout(b: Batched, options: Options) -> str:
     return preferred_layout(device, batch_invariant=options.batch_invariant)
 
 
-def _before(
-    b: Batched, graph: fx.Graph, reader: Reader, matcher: Matcher, found: set[fx.Node]
-) -> list[fx.Node]:
+def _before(b: Batched, search: Search, found: set[fx.Node]) -> list[fx.Node]:
     """Return the gate and up products of a down product. It is rewritten only if they are."""
+    reader, matcher = search.reader, search.matcher
     term = reader.value(b.node, 2).term
     down = matcher.linear(term) if matcher.is_down(term) else None
     if down is None:
         return []
     ups = [up for leaf in matcher.leaves(down.input) if (up := matcher.linear(leaf)) is not None]
     weights = {up.weight.node for up in ups}
-    products = [n for n in graph.nodes if is_op(n, *PRODUCTS) and weights & _weights_of(n, reader)]
+    products = [n for n in search.graph.nodes if is_op(n, *PRODUCTS) and weights & _weights_of(n, reader)]
     for node in products:
         weight = next(iter(weights & _weights_of(node, reader)))
         need(node in found, Kind.ROWS_STAY, b.node, weight, node)

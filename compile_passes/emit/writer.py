@@ -263,7 +263,8 @@ class Writer:
         """
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
         values = [value(n) for n in sources]
-        after = sum(p.spec.num_bytes(tuple(value(p.sources[0]).shape)) for p in packed)
+        made = [s for p in packed for s in p.spec.shapes(tuple(value(p.sources[0]).shape))]
+        after = sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in made)
         already = any(map(self.facts.in_4_bits, sources))
         before = after if already else sum(v.numel() * v.dtype.itemsize for v in values)
         spec = packed[0].spec

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from .nodes import (
     ASSERTIONS,
     arguments,
     aten,
     behind,
+    has_chosen_rows,
     is_impure,
     is_op,
     is_tensor,
@@ -49,7 +49,7 @@ def erase_unused(graph: fx.Graph) -> None:
 
 def _is_of_some_rows(node: fx.Node, live: Collection[fx.Node]) -> bool:
     """Return whether `node` depends on rows that a mask chose, through nodes that nothing else needs."""
-    return any(n not in live and is_tensor(n) and free_unbacked_symbols(value(n)) for n in behind(node))
+    return any(n not in live and has_chosen_rows(n) for n in behind(node))
 
 
 def _has_effect(node: fx.Node) -> bool:

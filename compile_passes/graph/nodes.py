@@ -85,8 +85,8 @@ def is_tensor(node: Any) -> TypeGuard[fx.Node]:
 
 
 def has_chosen_rows(node: fx.Node) -> bool:
-    """Return whether a tensor has the rows that a mask or `where` chose."""
-    return bool(free_unbacked_symbols(value(node)))
+    """Return whether a node is a tensor with rows that a mask or `where` chose."""
+    return is_tensor(node) and bool(free_unbacked_symbols(value(node)))
 
 
 def shape(node: fx.Node) -> tuple[Any, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -132,19 +131,13 @@ def _same_rows(node: fx.Node, source: fx.Node) -> bool:
 # --- matrices of routing weights ---
 
 
-class Support:
-    """A matrix [..., E] is zero except at the ids of `parts`, each [..., k]. No id list names an expert
-    twice."""
+def support(node: fx.Node) -> tuple[fx.Node, ...] | None:
+    """Return tensors of ids, each [..., k], if a matrix [..., E] is zero everywhere else, or None.
 
-    def __init__(self, parts: Sequence[fx.Node]) -> None:
-        self.parts = parts
-        self.k = sum(int(shape(ids)[-1]) for ids in parts)
-
-
-def support(node: fx.Node) -> Support | None:
-    """Return the ids that a matrix of routing weights was made from, or None."""
+    No row of a tensor names an expert twice.
+    """
     found = _background(node)
-    return Support(found[0]) if found is not None and found[1] == 0 else None
+    return found[0] if found is not None and found[1] == 0 else None
 
 
 def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
@@ -192,11 +185,17 @@ def _zeros(a: Any, node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
 def _one_hot(node: fx.Node) -> fx.Node | None:
     """Return ids [..., 1] if node [..., E] is `ids == arange(E)`."""
     ids, every = operand(node), node.args[1]
-    if not isinstance(every, fx.Node) or not is_op(every, aten.arange) or len(shape(every)) != 1:
-        return None
-    a = arguments(every)
-    numbered = a.get("start", 0) == 0 and a.get("step", 1) == 1 and same_shape(shape(every), shape(node)[-1:])
+    numbered = isinstance(every, fx.Node) and is_arange(every, shape(node)[-1:])
     return ids if numbered and same_shape(shape(ids), (*shape(node)[:-1], 1)) else None
+
+
+def is_arange(node: fx.Node, size: tuple[Any, ...]) -> bool:
+    """Return whether a tensor of this shape counts 0, 1, 2, ..."""
+    node = exact_int(node)
+    if not is_op(node, aten.arange):
+        return False
+    a = arguments(node)
+    return a.get("start", 0) == 0 and a.get("step", 1) == 1 and same_shape(shape(node), size)
 
 
 def _constant(node: fx.Node) -> float | None:

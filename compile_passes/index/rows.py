@@ -23,7 +23,7 @@ from ..graph.nodes import (
 )
 from ..refusal import Kind, need, refuse
 from .conditions import is_boolean, is_zero, masked
-from .ids import counted_ids, support
+from .ids import counted_ids, is_arange, support
 from .reader import Opaque, Reader, reads, same
 from .terms import (
     Apply,
@@ -211,15 +211,6 @@ def _permutes(reader: Reader, node: fx.Node, rows: ChosenRows) -> bool:
     return v.dims == ((rows,),) and substitute(v.term, reader.cuts) is coordinate(rows.bound)
 
 
-def is_arange(node: fx.Node, size: tuple[Any, ...]) -> bool:
-    """Return whether a tensor of this shape counts 0, 1, 2, ..."""
-    node = exact_int(node)
-    if not is_op(node, aten.arange):
-        return False
-    a = arguments(node)
-    return a.get("start", 0) == 0 and a.get("step", 1) == 1 and same_shape(shape(node), size)
-
-
 # --- how many rows each expert has ---
 
 
@@ -282,7 +273,7 @@ def _marked(node: fx.Node) -> fx.Node | None:
     if not is_op(marks, aten.scatter) or marks.target is not aten.scatter.value or marks.args[3] != 1:
         return None
     found = support(marks)
-    return found.parts[0] if found is not None and len(found.parts) == 1 else None
+    return found[0] if found is not None and len(found) == 1 else None
 
 
 # --- rows that are no expert's ---

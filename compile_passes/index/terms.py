@@ -398,10 +398,10 @@ def _rebuilt(t: Term, go: Callable[[Any], Any], with_refs: bool) -> Term:
     return Choose(go(t.index), map(go, t.options), ref(t.ref))
 
 
-def free_axes(term: Term, seen: set[Term] | None = None) -> set[Axis]:
+def free_axes(term: Term) -> set[Axis]:
     """Return all axes in a term, including bound ones (these are fresh, so no name has two meanings)."""
     found: set[Axis] = set()
-    seen = set() if seen is None else seen
+    seen: set[Term] = set()
     todo = [term]
     while todo:
         t = todo.pop()

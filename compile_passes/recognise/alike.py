@@ -119,7 +119,6 @@ class Search:
                 matrix = None if _parameter_of(weight) in taken else read_matrix(weight, reader)
                 if matrix is not None and matrix.ref.node not in taken:
                     self._matrices[node] = matrix
-        self._routers: set[fx.Node] = set()
         self._of_weights = set(fixed)
         """Nodes that are computed from parameters alone."""
 
@@ -128,10 +127,10 @@ class Search:
         if len(self._matrices) < 2 or not self._evidence.has_router:
             return
         covered: set[fx.Node] = set()
-        self._routers = self._evidence.routers(self._nodes, self._matrices)
         for outputs in self._classes():
             outputs = [n for n in outputs if n not in covered]
-            if len(outputs) - len(self._routers.intersection(outputs)) < 2:
+            routers = [n for n in outputs if n in self._matrices and self._evidence.is_router(n)]
+            if len(outputs) - len(routers) < 2:
                 continue
             ends = self._ends(outputs)
             if ends[0] or all(map(has_chosen_rows, outputs)):
@@ -192,7 +191,7 @@ class Search:
             sources = [m.ref for e in experts for m in e.matrices]
             if len(experts) < 2 or len(set(sources)) < len(sources):
                 continue
-            if not self._routers.isdisjoint(p for e in experts for p in e.products):
+            if any(map(self._evidence.is_router, (p for e in experts for p in e.products))):
                 continue
             own = [e.output for e in experts]
             if self._are_dispatched(experts) or self._are_combined(

@@ -14,11 +14,10 @@ If a softmax or a topk chooses by the result of a product, the product is a rout
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.nodes import (
     BY_SIZE,
@@ -27,6 +26,7 @@ from ..graph.nodes import (
     RESHAPES,
     SWAPS,
     aten,
+    has_chosen_rows,
     is_grouped_mm,
     is_op,
     is_pointwise,
@@ -98,8 +98,13 @@ class Evidence:
         self._soft: set[fx.Node] = set()
         """The same, and also scores that went through a softmax or a sigmoid, and what is computed from them.
         """
+        self._leads: set[fx.Node] = set()
+        """Choices by a softmax or a topk, and nodes that lead to one."""
         for node in graph.nodes:
             self._classify(node)
+        for node in reversed(graph.nodes):
+            if _decides(node) or (not self._leads.isdisjoint(node.users) and _passes_on(node)):
+                self._leads.add(node)
 
     def _classify(self, node: fx.Node) -> None:
         inputs = node.all_input_nodes
@@ -146,34 +151,13 @@ class Evidence:
     def named(self, weight: fx.Node) -> bool:
         return self._facts.in_4_bits(weight) or bool(NAME.search(input_name(weight)))
 
-    @staticmethod
-    def is_router(product: fx.Node) -> bool:
+    def is_router(self, product: fx.Node) -> bool:
         """Return whether a softmax or a topk chooses by the result of this product."""
-
-        def step(node: fx.Node) -> Iterable[fx.Node]:
-            return node.users if _passes_on(node) and not _decides(node) else ()
-
-        return any(map(_decides, reached(product.users, step)))
-
-    @staticmethod
-    def routers(nodes: Sequence[fx.Node], products: Collection[fx.Node]) -> set[fx.Node]:
-        """Return those of these products for which `is_router` is true. nodes: all of the graph, in order."""
-        routers: set[fx.Node] = set()
-        leads: set[fx.Node] = set()
-        """Choices, and nodes that lead to one."""
-        for node in reversed(nodes):
-            if node.op != "call_function":
-                continue
-            onward = not leads.isdisjoint(node.users)
-            if onward and node in products:
-                routers.add(node)
-            if _decides(node) or (onward and _passes_on(node)):
-                leads.add(node)
-        return routers
+        return not self._leads.isdisjoint(product.users)
 
     def may_be_routed(self, products: Sequence[fx.Node]) -> bool:
         """Return whether choices or scores are combined with anything before or after these products."""
-        if any(free_unbacked_symbols(value(p)) for p in products):
+        if any(map(has_chosen_rows, products)):
             return True  # the products have rows that a mask chose
         if any(
             self.named(w)

@@ -19,6 +19,7 @@ from ..graph.nodes import (
     arguments,
     aten,
     behind,
+    has_chosen_rows,
     is_op,
     is_tensor,
     item,
@@ -223,9 +224,9 @@ _SCALED = (aten.mul, aten.div, aten.dropout, *_SAME)
 def changed_products(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> Refusal | None:
     """Return a refusal if products of chosen rows are not plain: smaller ones correct them (LoRA), or the
     graph computes their weights (pruning, norms of weights, parametrizations)."""
-    products = [n for n in graph.nodes if is_op(n, *PRODUCTS) and _has_some_rows(n)]
+    products = [n for n in graph.nodes if is_op(n, *PRODUCTS) and has_chosen_rows(n)]
     for node in graph.nodes:
-        if not (is_op(node, aten.add) and _has_some_rows(node) and all(map(is_tensor, node.args[:2]))):
+        if not (is_op(node, aten.add) and has_chosen_rows(node) and all(map(is_tensor, node.args[:2]))):
             continue
         for base, other in ((0, 1), (1, 0)):
             own = _weight(_unscaled(operand(node, base)), is_weight)
@@ -245,7 +246,7 @@ def _made_weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.N
         while is_op(node, *_SAME) or (item(node) is not None and is_op(operand(node), *_SAME)):
             node = operand(node)
         matrix = node.op == "call_function" and is_tensor(node) and len(shape(node)) == 2
-        if matrix and not _has_some_rows(node) and _is_of_weights(node, is_weight):
+        if matrix and not has_chosen_rows(node) and _is_of_weights(node, is_weight):
             return node
     return None
 
@@ -256,14 +257,10 @@ def _is_of_weights(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> bool:
     return all(is_weight(n) for n in given if value(n).dtype in FLOATING)
 
 
-def _has_some_rows(node: fx.Node) -> bool:
-    return is_tensor(node) and bool(free_unbacked_symbols(value(node)))
-
-
 def _unscaled(node: fx.Node) -> fx.Node:
     """Follow a node back through scaling and views of chosen rows."""
     while is_op(node, *_SCALED):
-        rows = [n for n in node.all_input_nodes if _has_some_rows(n)]
+        rows = [n for n in node.all_input_nodes if has_chosen_rows(n)]
         if len(rows) != 1:
             break
         node = rows[0]
@@ -283,7 +280,7 @@ def _low_rank(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> list[fx.No
     """Return the two weights of a product of a product if the rows between them are the narrowest (low
     rank)."""
     last = _weight(node, is_weight)
-    rows = [n for n in node.all_input_nodes if _has_some_rows(n)] if last is not None else []
+    rows = [n for n in node.all_input_nodes if has_chosen_rows(n)] if last is not None else []
     inner = _unscaled(rows[0]) if len(rows) == 1 else None
     first = _weight(inner, is_weight) if inner is not None else None
     if last is None or first is None or inner is None:

@@ -139,7 +139,7 @@ class Decoder(Reader):
         if is_op(node, aten.slice_scatter):
             return self._every_other(node)
         if node.all_input_nodes and (is_pointwise(node) or is_op(node, *_POINTWISE)):
-            return self._pointwise(node, 2)
+            return self._pointwise(node)
         return getitem(self, node, 2)
 
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> None:
@@ -217,7 +217,7 @@ class Decoder(Reader):
         v = self.value(source, 2)
         return Value(v.dims, Apply(aten.view.dtype, (v.term, dtype)))
 
-    def _pointwise(self, node: fx.Node, level: int) -> Value:
+    def _pointwise(self, node: fx.Node) -> Value:
         values = operands(self, node, 2)
         terms = iter(values)
         args = [next(terms).term if is_tensor(a) else a for a in node.args]

@@ -23,10 +23,10 @@ from ..graph.nodes import (
     is_tensor,
     item,
     operand,
-    passes_order,
     same_shape,
     shape,
     static_int,
+    strip,
     value,
 )
 from .norm import Norm, NotRead, read_norm
@@ -219,17 +219,11 @@ def _angles(node: Any, rotated: fx.Node) -> fx.Node | None:
 
 def _product(x: fx.Node) -> fx.Node:
     """Follows x back to what the queries and keys of a layer share: fp4::linears, or the product's rows."""
-    x = _through_reshapes(x)
+    x = strip(x)
     if item(x) is not None:
         return operand(x)
     if is_op(x, aten.mm, aten.addmm):
-        return _through_reshapes(operand(x, 1 if is_op(x, aten.addmm) else 0))
-    return x
-
-
-def _through_reshapes(x: fx.Node) -> fx.Node:
-    while passes_order(x):
-        x = operand(x)
+        return strip(operand(x, 1 if is_op(x, aten.addmm) else 0))
     return x
 
 

@@ -74,9 +74,12 @@ class Assembly:
         sizes = {"n": self.n, "k": self.k}
         rows = []
         for parts in self.experts:
-            taken = [p.take(weights, sizes) for p in parts]
-            rows.append(torch.stack(taken, 1).flatten(0, 1) if self.interleaved else torch.cat(taken))
+            rows.append(self.joined([p.take(weights, sizes) for p in parts]))
         return torch.stack(rows)
+
+    def joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Join the parts of one expert."""
+        return torch.stack(parts, 1).flatten(0, 1) if self.interleaved else torch.cat(parts)
 
     def whole(self, shapes: list[tuple[int, ...]]) -> bool | None:
         """Return whether a single unchanged parameter is stored transposed, [E, K, N]. None for anything
@@ -119,9 +122,6 @@ class PackSpec:
             stored = self.assembly.shape
         e, n, k = (stored[0], stored[2], stored[1]) if self.transposed else stored
         return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
-
-    def num_bytes(self, stored: tuple[int, ...]) -> int:
-        return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
 
     def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Quantise and reorder. The result is never an inference tensor, in whatever mode the caller is."""
@@ -280,16 +280,15 @@ class StoredSpec:
         scale_dtype = dtypes.pop() if len(dtypes) == 1 else FORMATS[self.format].wide_scale_dtype
         return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k, scale_dtype)
 
-    def num_bytes(self, stored: tuple[int, ...]) -> int:
-        return sum(torch.Size(s).numel() * d.itemsize for s, d in self.shapes(stored))
-
     def pack(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.no_grad():
             given, parts = iter(inputs), []
             for h in self.sources:
                 parts.append(h.parts(*(next(given) for _ in range(h.inputs))))
             experts = [[self._piece(parts, p) for p in pieces] for pieces in self.assembly.experts]
-            packed, scale = (torch.stack([self._rows(e, i) for e in experts]) for i in (0, 1))
+            packed, scale = (
+                torch.stack([self.assembly.joined([p[i] for p in e]) for e in experts]) for i in (0, 1)
+            )
             global_scale = None
             if FORMATS[self.format].has_global_scale:
                 global_scale = torch.stack([e[0][2] for e in experts])
@@ -302,10 +301,6 @@ class StoredSpec:
             operands = (packed, scale, global_scale)
             operands = relayout(operands, self.format, self.assembly.k, "plain", self.layout)
         return tuple(t for t in operands if t is not None)
-
-    def _rows(self, parts: list[tuple[Tensor, Tensor, Tensor]], i: int) -> Tensor:
-        rows = [p[i] for p in parts]
-        return torch.stack(rows, 1).flatten(0, 1) if self.assembly.interleaved else torch.cat(rows)
 
     def _piece(self, parts: list[Parts], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         """Return (codes [n, K/2], block scales, global scale []) of one part of one expert."""

@@ -26,7 +26,7 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Shape = std::vector<int64_t>;
 
-// The shape of a packed weight, with k as its layout pads it (Weight in meta/checks.py).
+// The shape of a packed weight, with k as its layout pads it (Weight in meta/operand_checks.py).
 struct WeightShape {
   int64_t groups, n, k;
   const Format* format;

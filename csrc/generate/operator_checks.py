@@ -1,4 +1,4 @@
-"""Translates the functions of meta/checks.py to C++ functions of the same names and arguments.
+"""Translates meta/operand_checks.py and meta/checks.py to C++ functions of the same names and arguments.
 
 Such a function may use `check`, `if`, assignments, `return`, functions that csrc/common/checks.h has under
 the same names, sizes of tensors, and fields of the tables. After `assert t is not None`, the optional
@@ -72,10 +72,12 @@ class CannotTranslate(Exception):
 
 def operator_checks() -> str:
     """Returns the text of build/operator_checks.h."""
-    tree = ast.parse((Path(__file__).parents[2] / "fp4_ops" / "meta" / "checks.py").read_text())
+    meta = Path(__file__).parents[2] / "fp4_ops" / "meta"
+    files = ("operand_checks.py", "checks.py")
+    nodes = [node for name in files for node in ast.parse((meta / name).read_text()).body]
     body: list[str] = []
     known, dtypes = set(PARTS), dict[str, list[str]]()
-    for node in tree.body:
+    for node in nodes:
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Tuple() as value):
                 body.append(_constant(name, value, dtypes))

@@ -40,12 +40,12 @@ def reader_name(layout: str, device_type: str, device_index: int = 0) -> str:
     return (here or next(b for b in BACKENDS if layout in b.layouts and b.device_type == device_type)).name
 
 
-def takers(a_format: str, device_type: str) -> str:
-    """Names the kernels that take an `a_format` of `fp4::moe`, for an error message."""
+def _takers(a_format: str) -> str:
+    """Names the kernels of GPUs that take an `a_format` of `fp4::moe`, for an error message."""
     names = (
         b.name.capitalize()
         for b in BACKENDS
-        if b.device_type == device_type and any(b.takes(a_format, n) for n in b.layouts)
+        if b.device_type == "cuda" and any(b.takes(a_format, n) for n in b.layouts)
     )
     return f"the {' or '.join(names)} kernels"
 
@@ -66,7 +66,7 @@ def check_activation(activation: str, device_type: str, layout: str) -> None:
         there = activation != "fp8" or device_type == "cpu" or "fp8" in LAYOUTS[layout].a_formats
     if not there:
         raise ValueError(
-            f"fp4: activation={activation!r} needs {takers(activation, 'cuda')}. This device does not have "
+            f"fp4: activation={activation!r} needs {_takers(activation)}. This device does not have "
             "them, or they do not read the layout of these weights. Use activation='bf16' or 'auto'."
         )
 
@@ -76,7 +76,7 @@ def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> N
     if layout == "plain":
         raise RuntimeError(
             f"fp4::{op}: layout is 'plain'. On this GPU only Triton's kernels read it, and Triton is not "
-            f"installed. Install it (pip install triton), or use {_needs('cuda')}"
+            f"installed. Install it (pip install triton), or use {_needs()}"
         )
     needs = next(b.needs for b in reversed(BACKENDS) if layout in b.layouts)
     raise RuntimeError(
@@ -87,9 +87,9 @@ def refuse_layout(op: str, layout: str, /, *args: object, **kwargs: object) -> N
     )
 
 
-def _needs(device_type: str) -> str:
-    """Names the layouts that do not need Triton, and their kernels, for an error message."""
-    found = [b for b in BACKENDS if b.device_type == device_type and "plain" not in b.layouts]
+def _needs() -> str:
+    """Names the layouts on GPUs that do not need Triton, and their kernels, for an error message."""
+    found = [b for b in BACKENDS if b.device_type == "cuda" and "plain" not in b.layouts]
     return ", or ".join(f"a layout that {b.needs} read ({', '.join(b.layouts)})" for b in found)
 
 

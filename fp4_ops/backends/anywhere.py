@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..meta import checks, slot_checks
+from ..meta import checks, operand_checks, slot_checks
 from ..meta.formats import FORMATS
 from ..meta.layouts import Layout
 
@@ -53,7 +53,7 @@ def moe_slots(
 
 
 def quantize(x, format, global_scale=None):
-    checks.check_quantize(x, global_scale, checks.check_format(format))
+    checks.check_quantize(x, global_scale, operand_checks.check_format(format))
     return _by_cpu("quantize", x, format, global_scale)
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..meta import checks
+from ..meta import operand_checks
 
 
 class Parts(NamedTuple):
@@ -26,7 +26,7 @@ class Parts(NamedTuple):
 class Local:
     """The experts of this rank; ids of others are outside [0, len(own))."""
 
-    experts: checks.Experts
+    experts: operand_checks.Experts
     num_experts: int
     """Number of experts of all ranks."""
     own: range

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
-from ..meta import checks, group_checks
+from ..meta import group_checks, operand_checks
+from ..meta.check_parts import dtype_name
 from . import workspace
 from .collectives import Group
 from .local import Local
@@ -43,7 +44,7 @@ def moe_ep(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
         format, layout, activation, a_format, w13_bias, w2_bias, num_experts, tokens, max_tokens,
     )  # fmt: skip
-    dtype = checks.resolve_out_dtype(x, out_dtype)
+    dtype = operand_checks.resolve_out_dtype(x, out_dtype)
     group = Group.named("fp4::moe_ep", group_name)
     own = own_experts(num_experts, group.size, group.rank)
     if len(own) != experts.up.groups:
@@ -129,9 +130,9 @@ def _told(
     Without this check gloo would end the process or add unrelated data.
     """
     rows, width = (x.shape[0], x.shape[1:].numel()) if x.dim() else (1, 1)
-    own = [KINDS.index(kind), rows, width, checks.FLOATING.index(x.dtype), most]
+    own = [KINDS.index(kind), rows, width, operand_checks.FLOATING.index(x.dtype), most]
     if ids is not None and weights is not None:
-        own += [ids.shape[1], checks.FLOATING.index(weights.dtype), int(ids.dtype == torch.int64)]
+        own += [ids.shape[1], operand_checks.FLOATING.index(weights.dtype), int(ids.dtype == torch.int64)]
     own += [0] * (8 - len(own)) + [_checksum(ids) if kind == SAME and ids is not None else 0]
     told = group.gather(torch.tensor(own, dtype=torch.int64, device=x.device)).tolist()
     for rank, other in enumerate(told):
@@ -173,12 +174,12 @@ def _check_same(group: Group, ids: Tensor) -> None:
 
 
 def _difference(kind: str, x: Tensor, ids: Tensor | None, weights: Tensor | None, most: int) -> str:
-    here = f"here x is {checks.dtype_name(x.dtype)} {list(x.shape)}"
+    here = f"here x is {dtype_name(x.dtype)} {list(x.shape)}"
     if ids is None or weights is None:
         return f"x differs between ranks in dtype or shape; {here}"
     here = (
-        f"here they are {checks.dtype_name(x.dtype)} {list(x.shape)}, {checks.dtype_name(ids.dtype)} "
-        f"{list(ids.shape)} and {checks.dtype_name(weights.dtype)}"
+        f"here they are {dtype_name(x.dtype)} {list(x.shape)}, {dtype_name(ids.dtype)} "
+        f"{list(ids.shape)} and {dtype_name(weights.dtype)}"
     )
     if kind == SAME:
         return f"x, topk_ids and topk_weights differ between ranks, and tokens is 'same'; {here}"

@@ -21,8 +21,8 @@ def emptied(parameter: object) -> str:
     return f"empty here: DeepSpeed ZeRO-3 holds its values, of shape {list(shape)}. {GATHER}"
 
 
-def refuse_emptied(what: str, model: nn.Module) -> None:
-    """Raises ValueError for the first parameter of a model whose values ZeRO-3 holds."""
+def refuse_emptied(model: nn.Module) -> None:
+    """Raises ValueError, for `explain`, if ZeRO-3 holds the values of a parameter."""
     for name, parameter in model.named_parameters():
         if words := emptied(parameter):
-            raise ValueError(f"fp4: {what}: {name} is {words}")
+            raise ValueError(f"fp4: explain: {name} is {words}")

@@ -111,7 +111,7 @@ def place_experts(model: nn.Module, gpu_memory: int | str, device: torch.device 
 
 def check_placement(gpu_memory: int | str, trainable_inputs: bool, group: Any) -> None:
     """Raises ValueError for arguments of `prepare` and `load_checkpoint` that do not work together."""
-    parse_bytes(gpu_memory, "gpu_memory")
+    parse_bytes(gpu_memory)
     if trainable_inputs:
         raise ValueError(
             "fp4: trainable_inputs=True, and gpu_memory is given: experts in slots pass no gradients on. "

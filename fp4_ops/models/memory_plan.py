@@ -39,7 +39,7 @@ RECENCY = 5
 1 - (1 - f)^5 of those that a token wants: 92 % with 40 %, which is what people measure (90 to 95 %)."""
 
 
-def parse_bytes(value: int | str, name: str) -> int:
+def parse_bytes(value: int | str) -> int:
     """Return a number of bytes that is given as one, or as text with a unit: "20GiB", "500 MB"."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
@@ -48,7 +48,7 @@ def parse_bytes(value: int | str, name: str) -> int:
         if found and found[2] in _UNITS and (size := int(float(found[1]) * _UNITS[found[2]])) > 0:
             return size
     raise ValueError(
-        f"fp4: {name} is {value!r}; it must be a number of bytes above 0, or a text such as '20GiB' or "
+        f"fp4: gpu_memory is {value!r}; it must be a number of bytes above 0, or a text such as '20GiB' or "
         "'500MB'"
     )
 
@@ -59,11 +59,10 @@ class Rates:
 
     memory: float
     link: float
-    measured: bool = False
 
     def __str__(self) -> str:
-        how = "measured" if self.measured else "assumed"
-        return f"{self.memory / 1e9:.0f} GB/s of GPU memory and {self.link / 1e9:.0f} GB/s of the link, {how}"
+        memory, link = self.memory / 1e9, self.link / 1e9
+        return f"{memory:.0f} GB/s of GPU memory and {link:.0f} GB/s of the link, assumed"
 
 
 ASSUMED = Rates(memory=1000e9, link=25e9)
@@ -229,12 +228,12 @@ def size(count: int) -> str:
     return f"{count} bytes"
 
 
-def plan_memory(model: nn.Module, gpu_memory: int | str, rates: Rates = ASSUMED) -> MemoryPlan:
+def plan_memory(model: nn.Module, gpu_memory: int | str) -> MemoryPlan:
     """Plan a budget of GPU memory for a model whose experts are in 4 bits.
 
     Raises ValueError if the parts outside the experts and the experts of one token do not fit.
     """
-    budget = parse_bytes(gpu_memory, "gpu_memory")
+    budget = parse_bytes(gpu_memory)
     layers: list[LayerExperts] = []
     packed: set[int] = set()
     for name, module in model.named_modules():
@@ -254,7 +253,7 @@ def plan_memory(model: nn.Module, gpu_memory: int | str, rates: Rates = ASSUMED)
         )
     others: Iterable[Any] = (t for t in (*model.parameters(), *model.buffers()) if id(t) not in packed)
     return MemoryPlan(
-        budget, _unique_bytes(others), tuple(layers), rates, _activations(model), _cache_bytes(model)
+        budget, _unique_bytes(others), tuple(layers), ASSUMED, _activations(model), _cache_bytes(model)
     )
 
 

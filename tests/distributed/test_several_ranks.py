@@ -12,7 +12,7 @@ from processes import once, outcomes, start
 
 from fp4_ops.backends.launchers import library
 from fp4_ops.distributed.local import Local
-from fp4_ops.meta import checks
+from fp4_ops.meta import operand_checks
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 from fp4_ops.runtime import native
@@ -79,14 +79,14 @@ def test_how_activations_enter_is_decided_by_all_experts_and_rows(monkeypatch):
     device, chosen = torch.device("cuda", 0), {}
     for held in (128, 64, 16):
         up, down = (
-            checks.Weight(held, n, k, FORMATS["nvfp4"], LAYOUTS["sm90"], torch.float8_e4m3fn)
+            operand_checks.Weight(held, n, k, FORMATS["nvfp4"], LAYOUTS["sm90"], torch.float8_e4m3fn)
             for n, k in ((1536, 2048), (2048, 768))
         )
-        experts = checks.Experts(up, down)
+        experts = operand_checks.Experts(up, down)
         local = Local(experts, 128, range(held), (), {}, "auto")
         chosen[held] = [local.chosen(8 * 2**i, device) for i in range(14)]
         assert replace(local, a_format="fp8").chosen(8, device) == "fp8"
-        plain = checks.Experts(*(w._replace(layout=LAYOUTS["plain"]) for w in experts))
+        plain = operand_checks.Experts(*(w._replace(layout=LAYOUTS["plain"]) for w in experts))
         assert replace(local, experts=plain).chosen(8, device) == "auto"
     assert chosen[128] == chosen[64] == chosen[16]
     assert chosen[128] == sorted(chosen[128], key=["none", "fp8"].index)

@@ -19,10 +19,10 @@ from places import ROOT
 from fp4_ops.backends import operators
 from fp4_ops.backends.launchers import library
 from fp4_ops.distributed.local import Local
-from fp4_ops.meta import checks
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
+from fp4_ops.meta.operand_checks import Experts, Weight
 from fp4_ops.runtime import native
 
 pytestmark = pytest.mark.skipif(
@@ -106,7 +106,7 @@ def test_auto_of_experts_on_several_ranks_is_the_planners(monkeypatch):
     planner = development("planner")
     monkeypatch.setattr("fp4_ops.backends.launchers.library.multiprocessors", lambda index: 132)
     of = {"groups": 16, "format": FORMATS["nvfp4"], "layout": LAYOUTS["sm90"], "scale_dtype": torch.uint8}
-    experts = checks.Experts(checks.Weight(n=1536, k=2048, **of), checks.Weight(n=2048, k=768, **of))
+    experts = Experts(Weight(n=1536, k=2048, **of), Weight(n=2048, k=768, **of))
 
     def chosen(pairs: int) -> str:
         return Local(experts, 128, range(16), (), {}, "auto").chosen(pairs, torch.device("cuda:0"))

@@ -21,7 +21,7 @@ if INSIDE:
     import reference
 
     from fp4_ops.backends.triton import activations, ops, samples, tiles
-    from fp4_ops.meta import checks
+    from fp4_ops.meta import operand_checks
     from fp4_ops.meta.formats import FORMATS
     from fp4_ops.meta.layouts import LAYOUTS
 
@@ -50,7 +50,7 @@ def small_tiles():
 def weight(format: str, g: int, n: int, k: int, bias=None):
     w = reference.random_weight(format, g, n, k)
     return w.dense, ops.weight(
-        *w.operands(), bias, checks.Weight(g, n, k, FORMATS[format], LAYOUTS["plain"], w.scale.dtype)
+        *w.operands(), bias, operand_checks.Weight(g, n, k, FORMATS[format], LAYOUTS["plain"], w.scale.dtype)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...meta import checks
+from ...meta import checks, operand_checks
 from ...meta.formats import FORMATS
 from ...meta.layouts import LAYOUTS, same_bytes
 from .. import anywhere
@@ -70,7 +70,7 @@ def grouped_mm_k(
     checks.check_grouped_mm_k(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, a_global_scale, a_format
     )
-    dtype = checks.resolve_out_dtype(a, out_dtype)
+    dtype = operand_checks.resolve_out_dtype(a, out_dtype)
     values, scale = _exact_rows(a, a_scale, a_global_scale, a_format) if a_format else (a, a_scale)
     weight, options = (b, b_scale, b_global_scale), {"format": format, "layout": layout}
     groups, (m, k) = offs.numel(), values.shape

@@ -27,7 +27,6 @@ import triton.language as tl
 # e2m1 bits in the exponent of a bfloat16 mean the value times 2^-126. The block scale takes the missing
 # factor. With the whole factor, e4m3 scales of 4 and more would overflow. So the scale takes 2^119, and the
 # epilogue multiplies by 2^7.
-NVFP4_LIFT = 2.0**119
 NVFP4_REST = 2.0**7
 
 # Converts two words a, b (16 codes) and their scales, as bfloat16 pairs, to planes: plane i is the pair

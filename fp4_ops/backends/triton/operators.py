@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from ...meta import checks
+from ...meta import checks, operand_checks
 from . import ops
 from .activations import moe_quantized, rows_of
 from .launch import NoTile
@@ -23,7 +23,7 @@ from .tiles import device_of
 
 
 def quantize(x, format, global_scale=None):
-    fmt = checks.check_format(format)
+    fmt = operand_checks.check_format(format)
     checks.check_quantize(x, global_scale, fmt)
     return ops.quantize_matrix(x, fmt, global_scale)
 
@@ -78,7 +78,7 @@ def mm(
     w = checks.check_mm(
         a, b, b_scale, b_global_scale, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    dtype = checks.resolve_out_dtype(a, out_dtype)
+    dtype = operand_checks.resolve_out_dtype(a, out_dtype)
     ops.refuse_int8("mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     return product(ops.prepare_dense, (a, a_scale, a_global_scale, a_format), a.shape[0], wt, dtype)
@@ -91,7 +91,7 @@ def grouped_mm(
     w = checks.check_grouped_mm(
         a, b, b_scale, b_global_scale, offs, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    dtype = checks.resolve_out_dtype(a, out_dtype)
+    dtype = operand_checks.resolve_out_dtype(a, out_dtype)
     ops.refuse_int8("grouped_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
@@ -106,7 +106,7 @@ def grouped_mm_masked(
     w = checks.check_grouped_mm_masked(
         a, b, b_scale, b_global_scale, masked_m, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    dtype = checks.resolve_out_dtype(a, out_dtype)
+    dtype = operand_checks.resolve_out_dtype(a, out_dtype)
     ops.refuse_int8("grouped_mm_masked", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     groups, max_m, _ = a.shape
@@ -122,7 +122,7 @@ def indexed_mm(
     w = checks.check_indexed_mm(
         a, b, b_scale, b_global_scale, expert_ids, format, layout, a_scale, bias, a_global_scale, a_format
     )
-    dtype = checks.resolve_out_dtype(a, out_dtype)
+    dtype = operand_checks.resolve_out_dtype(a, out_dtype)
     ops.refuse_int8("indexed_mm", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, bias, w)
     if w.groups == 0:
@@ -140,7 +140,7 @@ def grouped_mm_k(
     )
     ops.refuse_int8("grouped_mm_k", a.dtype)
     wt = ops.weight(b, b_scale, b_global_scale, None, w)
-    dtype = checks.resolve_out_dtype(a, out_dtype)
+    dtype = operand_checks.resolve_out_dtype(a, out_dtype)
 
     def other():
         x, factor = rows_of(a, a_scale, a_global_scale, a_format)
@@ -161,7 +161,7 @@ def moe(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
         format, layout, activation, a_format, w13_bias, w2_bias,
     )  # fmt: skip
-    out_dtype = checks.resolve_out_dtype(x, out_dtype)
+    out_dtype = operand_checks.resolve_out_dtype(x, out_dtype)
     if a_format == "int8":
         raise RuntimeError(
             f"fp4::moe: a_format is 'int8', and layout is {layout!r}; on CUDA int8 needs layout 'mma_bf16' "

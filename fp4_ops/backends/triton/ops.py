@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from ...meta import checks
+from ...meta import operand_checks
 from ...meta.formats import Format, known_activation
 from ...meta.layouts import LAYOUTS, Layout
 from ...runtime.fitted import groups
@@ -84,7 +84,7 @@ def refuse_int8(op: str, dtype: torch.dtype) -> None:
         )
 
 
-def weight(b, b_scale, b_global_scale, bias, w: checks.Weight) -> WeightArgs:
+def weight(b, b_scale, b_global_scale, bias, w: operand_checks.Weight) -> WeightArgs:
     return WeightArgs(
         as_bytes(b),
         _scales(b_scale),

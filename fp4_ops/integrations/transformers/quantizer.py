@@ -45,8 +45,8 @@ from ...checkpoints.ranks import announce, divide, kinds_of
 from ...checkpoints.shared import shared_experts
 from ...checkpoints.source import four_bit_weights
 from ...experts.find import WHOLE_EXPERTS
-from ...meta.checks import FLOATING_OR_DOUBLE
 from ...meta.formats import FORMATS, check_activation_choice
+from ...meta.operand_checks import FLOATING_OR_DOUBLE
 from ...models.arriving import ArrivingExperts
 from ...models.expert_parallel import connect_model
 from ...models.outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
