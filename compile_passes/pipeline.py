@@ -191,7 +191,7 @@ def _is_fixed(node: fx.Node, x: Any) -> bool:
 
 
 def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether any weight could be one of experts: 3D, or a matrix in a graph that also routes."""
+    """Return whether any weight could be one of experts: 3D, or a matrix in a graph that also routes."""
     weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x)]
     if any(map(is_subclass, weights)):
         return True
@@ -234,7 +234,7 @@ _ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero"
 
 
 def _routes(node: fx.Node) -> bool:
-    """Whether a call may choose experts, or the rows of one: `ids == 3`, where ids are an input."""
+    """Return whether a call may choose experts, or the rows of one: `ids == 3`, where ids are an input."""
     if node.op not in ("call_function", "call_method"):
         return False
     if called(node) == "eq" and len(node.args) == 2 and any(isinstance(a, int) for a in node.args):

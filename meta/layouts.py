@@ -15,7 +15,7 @@ multiple of 128. packed is uint8 [..., N, Kp/2], block_scale uint8 [..., N, Kp/b
 
 `mma_bf16`: `sm90` with another order of bits and other scale bytes. Its kernels multiply bfloat16 and float16
 activations on all GPUs from compute capability 8.0 on, and are faster than those of `sm90` there. No kernel
-of this layout reads fp8 activations; many int8 rows are a form of `fp4::moe` alone.
+of this layout reads fp8 activations. Only `fp4::moe` takes int8 activations with it, and only for many rows.
 
 `sm90_int4`: for the Hopper kernel of int4 weights and fp8 activations, made by `fp4::prepack`. packed has the
 shape of `sm90`. block_scale is float32 [..., N, Kp/block] with its values in the order [..., N/16, Kp/block,
@@ -266,14 +266,15 @@ def preferred_layout(
 ) -> str:
     """Returns the layout that the device's kernels read fastest, among those that hold all weights (N, K).
 
-    `dtype` is the activations' and `format` the weights', None if not known. `a_format` says how activations
-    will be quantised before each product, as in `fp4::moe`. `batch_invariant`: only among layouts whose
-    kernels are; raises ValueError if the device has none. On the meta device the weights await another one.
+    `dtype`: of the activations, `format`: of the weights; None if it is not known. `a_format` says how
+    activations will be quantised before each product, as in `fp4::moe`. `batch_invariant`: choose among the
+    layouts whose kernels are batch invariant; raises ValueError if the device has none. Weights on the meta
+    device get layout plain, because they will be moved to another device.
     """
     if batch_invariant:
         if device_type == "meta":
             return "plain"
-        if a_format == "auto":  # exact rows, but for weights whose kernels read fp8 alone
+        if a_format == "auto":  # rows are exact, unless the kernels of these weights read only fp8
             a_format = "auto" if format in INT4_FORMATS and device_type != "cpu" else "none"
     elif device_type in _plain and _plain[device_type](format, a_format):
         return "plain"

@@ -90,7 +90,7 @@ in_functorch = torch._C._are_functorch_transforms_active
 
 
 def in_forward_ad() -> bool:
-    """Whether a level of forward-mode differentiation is entered."""
+    """Return whether a level of forward-mode differentiation is entered."""
     return forward_ad._current_level >= 0
 
 
@@ -171,7 +171,7 @@ def einsum_in_order(equation: str, operands: tuple[torch.Tensor, ...]) -> torch.
 
 
 def is_precompiling() -> bool:
-    """Whether what torch compiles now is to be saved, and loaded in another process."""
+    """Return whether what torch compiles now is to be saved, and loaded in another process."""
     config: Any = importlib.import_module("torch._functorch.config")
     return bool(getattr(config, "bundled_autograd_cache", False))
 

@@ -1,8 +1,8 @@
 """Lets Dynamo capture `one_hot(ids, n)` with a data-dependent n.
 
-It becomes `one_hot(ids, max(ids.max() + 1, c))[..., :c]`. If the number of classes is a tensor, Python reads
-its value, and Dynamo breaks the graph there. A data-dependent size can stay in the graph: c, plus a
-data-dependent number of further classes.
+An example is `one_hot(ids, max(ids.max() + 1, c))[..., :c]`. If the number of classes n is a tensor, Python
+reads its value, and Dynamo breaks the graph there. Here n becomes c + m, where only m depends on the data: a
+size that can stay in the graph.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _one_hot(tx: Tracer, ids: Variable, classes: Variable) -> Variable:
 
 
 def _is_number(v: Variable) -> bool:
-    """Whether a variable of Dynamo's is a tensor that holds one integer."""
+    """Return whether a variable of Dynamo's is a tensor that holds one integer."""
     x = example(v.as_proxy().node) if type(v) is api.TensorVariable else None
     return isinstance(x, torch.Tensor) and x.dim() == 0 and x.dtype in (torch.int32, torch.int64)
 

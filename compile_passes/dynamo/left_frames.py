@@ -176,7 +176,7 @@ def _traced_by(error: BaseException) -> Tracer | None:
 
 
 def _is_ours(tracer: Tracer) -> bool:
-    """Whether the function is traced for one of our backends, and may run in Python instead."""
+    """Return whether the function is traced for one of our backends, and may run in Python instead."""
     fixed = not may_break(tracer) or tracer.is_tracing_resume_prologue
     return not fixed and session(tracer.output).is_ours and failure(tracer) is None
 

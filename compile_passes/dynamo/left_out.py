@@ -292,7 +292,7 @@ def _frames() -> tuple[int, int]:
 
 
 def _waits(model: nn.Module | None) -> bool:
-    """Whether nothing can be concluded from this call."""
+    """Return whether nothing can be concluded from this call."""
     stance = getattr(getattr(api.eval_frame, "_stance", None), "stance", "default")
     loads = getattr(api.config, "caching_precompile", False)
     if model is None or stance != "default" or loads:

@@ -196,7 +196,7 @@ def within(backend: object) -> list[object]:
 
 
 def is_ours(backend: object) -> bool:
-    """Whether graphs for this backend are captured with the rules: it has `sees_through_branches`."""
+    """Return whether graphs for this backend are captured with the rules: it has `sees_through_branches`."""
     return bool(getattr(within(backend)[-1], "sees_through_branches", False))
 
 
@@ -269,7 +269,7 @@ def _named(error: Exception) -> str:
 
 
 def may_break(tracer: Tracer) -> bool:
-    """Whether a graph may break, or the function be left to Python."""
+    """Return whether a graph may break, or the function be left to Python."""
     return not (tracer.one_graph or tracer.export or tracer.error_on_graph_break)
 
 

@@ -240,7 +240,7 @@ _GROUPS = ("group", "group_name", "process_group", "pg")
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether other processes must call the operator as often as this one does."""
+    """Return whether other processes must call the operator as often as this one does."""
     if not isinstance(node.target, OpOverload):
         return False
     own = (argument.name for argument in node.target._schema.arguments)

@@ -111,7 +111,7 @@ class _Graph:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether the first result shares the memory of the first argument."""
+    """Return whether the first result shares the memory of the first argument."""
     if node.target is operator.getitem:  # a part of what `split` or `unbind` returns
         return True
     schema = getattr(node.target, "_schema", None)

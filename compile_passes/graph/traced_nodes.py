@@ -88,15 +88,18 @@ def some_elements(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index is of numbers and slices alone, so that it chooses and computes nothing."""
+    """Return whether an index is of numbers and slices alone, so that it chooses and computes nothing."""
     items = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in items)
 
 
 def along(node: fx.Node, dim: int, sums: bool = False) -> list[tuple[fx.Node, int]]:
     """Return `node` and the nodes that its elements come from, each with the dimension that is `dim` of
-    `node`. For integers and booleans it only matters which elements are 0. sums: include nodes that are
-    summed over other dimensions."""
+    `node`.
+
+    A cast of integers or booleans is followed if it keeps 0 and makes no other value 0. sums: include nodes
+    that are summed over other dimensions.
+    """
     steps = [(node, dim % example(node).dim())]
     while (before := _before(*steps[-1]) or (_summed(*steps[-1]) if sums else None)) is not None:
         steps.append(before)
@@ -134,7 +137,7 @@ def _before(node: fx.Node, dim: int) -> tuple[fx.Node, int] | None:
     if name in ("t", "T", "mT"):
         return before, {x.dim() - 1: x.dim() - 2, x.dim() - 2: x.dim() - 1}.get(dim, dim)
     if name in ("contiguous", "clone", "detach", "bool", "long", "int", "to") and x.dim() == now.dim():
-        # A wide count may become 0 in 8 bits, and a fraction in an integer.
+        # A count of 256 becomes 0 in 8 bits, and 0.5 becomes 0 as an integer.
         narrow = now.dtype != x.dtype and now.dtype not in (torch.bool, torch.int32, torch.int64)
         exact = not x.dtype.is_floating_point and not narrow
         return (before, dim) if exact or now.dtype == x.dtype else None
@@ -153,7 +156,7 @@ _IN_PLACE = re.compile(
 
 
 def writes_to(chain: Sequence[fx.Node], nodes: Iterable[fx.Node]) -> bool:
-    """Whether any of `nodes` writes to memory of `chain`."""
+    """Return whether any of `nodes` writes to memory of `chain`."""
     own = {memory(example(n)) for n in chain if isinstance(example(n), Tensor)}
 
     def writes(node: fx.Node) -> bool:

@@ -48,7 +48,7 @@ def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
 
 
 def below(ids: fx.Node, experts: int) -> bool:
-    """Whether ids are indices of a topk, max or argmax over E columns, sorted or not."""
+    """Return whether ids are indices of a topk, max or argmax over E columns, sorted or not."""
     ids = strip(ids)
     if is_op(ids, aten.argmax):
         return _columns(ids) == experts
@@ -69,7 +69,7 @@ def _columns(chooser: fx.Node) -> int | None:
 
 
 def nonnegative(ids: fx.Node) -> bool:
-    """Whether ids are indices that some operator returned, or are clamped."""
+    """Return whether ids are indices that some operator returned, or are clamped."""
     ids = strip(ids)
     if is_op(ids, aten.clamp):
         low = arguments(ids)["min"]

@@ -113,7 +113,7 @@ class Matcher(Pieces):
         super().__init__(reader)
         self.branches = 0
         self.most: Branches = []
-        """The longest list of branches that `match` has found since this was emptied."""
+        """The longest list of branches that `match` has found since it was last emptied."""
 
     def match(self, root: fx.Node, allow_rest: bool, has_experts: Callable[[fx.Node], bool]) -> Mixture:
         """Return the mixture that `root` computes, or a Refusal. Its `branches` is the number of experts
@@ -231,7 +231,7 @@ class Matcher(Pieces):
             refuse(Kind.WHOSE_OUTPUT, m.root)
         choice = fixed_choice(ids)
         other = next(filter(None, (looked_up(t, ids) for t in (after, *rows.weights))), None)
-        if other is not None:  # a node nearer to the experts may be a block without this condition
+        if other is not None:  # a node before this one may be a block: there, nothing else scales the output
             refuse(Kind.SCALED_BY_OTHER, m.root, other)
         need(len(axes) <= 1, Kind.SEVERAL_AXES, m.root)
         names: dict[Term, Term] = {a: J for a in axes}
@@ -241,7 +241,7 @@ class Matcher(Pieces):
             x, k = along(x, expert, place), 1
         elif ids is not None:
             need(not axes or axes[0] in _coordinates(ids), Kind.OTHER_AXIS, m.root)
-            masked = None  # any choice of a token follows from one
+            masked = None  # a token that has this choice has some choice, so `masked` says nothing more
             ids = substitute(ids, names) if choice is None else Ref(ids.node, (*ids.index[:-1], J))
         else:
             need(not axes, Kind.NO_MASK, m.root)

@@ -207,7 +207,7 @@ def _apart(v: Value) -> Value:
 
 
 def _is_written(node: fx.Node, written: set[fx.Node]) -> bool:
-    """Whether a tensor is a view of a rewritten block's output. That is no weight."""
+    """Return whether a tensor is a view of a rewritten block's output. That is no weight."""
     while node not in written and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node in written

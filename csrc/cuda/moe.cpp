@@ -221,13 +221,15 @@ Tensor moe(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, 
       .out;
 }
 
-// `moe` for a caller that adds up the experts itself (fp4_ops/distributed). It returns two tensors. If gemv
-// ran, or nothing: the sums in out_dtype, which is not float32, and an empty tensor. If decode ran: float32
-// rows, one for each (token, slot), and an empty tensor. If prefill ran: bfloat16 rows [pairs, N], and their
-// sorted order; from index groups + pairs on it has the place of each (token, slot). The values of rows of no
-// expert are undefined. x_values and x_factor are rows of x that are fp8 already; x then only gives their
-// original dtype and is not read. `ranks`: the experts are spread over so many ranks, so one id in `ranks` is
-// here, and the others are -1.
+// `moe` for a caller that adds up the experts itself (fp4_ops/distributed). It returns two tensors:
+// - if gemv ran, or there was nothing to run: the sums in out_dtype, which is then never float32, and an
+//   empty tensor;
+// - if decode ran: float32 rows, one for each (token, slot), and an empty tensor;
+// - if prefill ran: bfloat16 rows [pairs, N], and their sorted order. From index groups + pairs on, the order
+//   has the place of each (token, slot).
+// The values of rows that belong to no expert are undefined. x_values and x_factor are rows of x that are fp8
+// already; x then only gives their original dtype and is not read. `ranks`: the experts are spread over so
+// many ranks, so one id in `ranks` is here, and the others are -1.
 std::tuple<Tensor, Tensor> moe_parts(const Tensor& x, const OptionalTensor& x_values,
                                      const OptionalTensor& x_factor, const Tensor& topk_ids,
                                      const Tensor& topk_weights, const Tensor& w13, const Tensor& w13_scale,

@@ -6,8 +6,8 @@
 
 namespace fp4::nvlink {
 
-// The epoch after e. Memory is initialised with 0, so 0 is not an epoch. The last number is followed by 2,
-// so the parities alternate.
+// The epoch after e. Memory is initialised with 0, so 0 is not an epoch. After the largest number, which is
+// odd, comes 2: odd and even epochs alternate.
 __device__ __forceinline__ uint32_t epoch_after(uint32_t e) { return e + 1 == 0 ? 2 : e + 1; }
 
 struct Call {
@@ -15,8 +15,8 @@ struct Call {
   Kind kind;
   uint32_t signature, epoch, parity;
 
-  // early: the previous call ended before the kernel that was launched before this one began. The caller then
-  // calls wait_previous() itself.
+  // early: the kernel before this one began only after the previous call had ended, so the counters of that
+  // call can be read at once. The caller then calls wait_previous() itself.
   __device__ Call(const Workspace& w, Kind kind, uint32_t signature, bool early = false)
       : space(w), kind(kind), signature(signature) {
     if (!early) wait_previous();
@@ -24,7 +24,8 @@ struct Call {
     parity = epoch & 1;
   }
 
-  // Also lets the next kernel begin, because it waits for what it reads of this call.
+  // Waits for the previous kernel, and lets the next one begin. That is safe: the next kernel waits for
+  // whatever it reads of this call.
   __device__ __forceinline__ void wait_previous() const {
     wait_previous_kernel();
     release_next_kernel();
@@ -106,7 +107,8 @@ struct Call {
     const int r = threadIdx.x;
     if (r < space.ranks && r != space.rank) store_release(flag(r, space.rank, slot), epoch);
   }
-  // Tells the others that this block has read what gather received. What it stored may become visible later.
+  // Tells the others that this block has read what gather received. What this block stored for them may
+  // become visible later than the flag.
   __device__ __forceinline__ void send_flags_alone(int slot) const {
     __syncthreads();
     const int r = threadIdx.x;

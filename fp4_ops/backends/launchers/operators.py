@@ -78,7 +78,7 @@ def grouped_mm_k(
     fp8 = values.dtype == torch.float8_e4m3fn
     if fp8:  # the layout's order: [block t, word 2s + q] becomes [word, block]
         column = column.view(-1, 4, 4, 4).transpose(1, 2).reshape(-1)
-        values = values.view(torch.uint8)  # zero is the byte zero
+        values = values.view(torch.uint8)  # so that torch.where takes them; the byte 0 is the value 0
     ends = offs.clamp(0, k).cummax(0).values[:, None] if groups else offs[:, None]
     begins = torch.nn.functional.pad(ends[:-1], (0, 0, 1, 0))[:groups]
     mine = (column >= begins) & (column < ends)

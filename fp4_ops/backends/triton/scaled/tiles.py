@@ -19,7 +19,7 @@ CANDIDATES = tuple(replace(t, stages=s) for t in SHAPES for s in range(t.stages,
 
 
 def usable(tile: Tile, k: int, device: Device) -> bool:
-    """Whether the tile makes sense for weights [..., k], if it fits."""
+    """Return whether the tile makes sense for weights [..., k], if it fits."""
     # tcgen05 multiplies 128 rows of its left operand; with 64 Triton 3.6 fails or goes back to bfloat16.
     if device.sums_in_tensor_memory and tile.block_n % 128:
         return False
