@@ -38,7 +38,7 @@ GIB = 2**30
     ],
 )
 def test_bytes_are_read(given, want):
-    assert parse_bytes(given, "gpu_memory") == want
+    assert parse_bytes(given) == want
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_bytes_are_read(given, want):
 )
 def test_what_is_no_size_is_named(given):
     with pytest.raises(ValueError, match=r"fp4: gpu_memory is .*must be a number of bytes"):
-        parse_bytes(given, "gpu_memory")
+        parse_bytes(given)
 
 
 def test_slots_of_gpt_oss_120b():
