@@ -24,6 +24,7 @@ from .dynamo.left_out import (
     known_breaks,
     reason_of,
 )
+from .dynamo.limits import each_compiled, too_often
 from .naming import short_path
 from .options import parse
 from .pipeline import analyse, failure
@@ -65,7 +66,7 @@ def explain(
     extend_dynamo()
     backend.sees_through_branches = True  # type: ignore[attr-defined]
     backend.watched = False  # type: ignore[attr-defined]
-    with config.patch(settings), torch.no_grad(), noted() as left:
+    with config.patch(settings), torch.no_grad(), noted() as left, each_compiled() as compiled:
         torch.compile(model, backend=backend)(*args, **kwargs)
     new = {name: Counter(counters[name]) - before[name] for name in _COUNTERS}
     breaks = breaks_since(known)
@@ -84,7 +85,7 @@ def explain(
     report.memory = str(plan) if plan is not None else ""
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
     new_kept = [kept for place, kept in KEPT.items() if stayed.get(place) is not kept]
-    report.hints = (
+    report.hints = too_often(compiled) + (
         _hints(model, report, new_kept, asks_for_number)
         or _dynamos_hints(failed, breaks)
         or _no_products(model, report)

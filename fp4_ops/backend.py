@@ -111,9 +111,11 @@ def _reset() -> None:
 
     forget_all()
     if "fp4_ops.compile_passes.pipeline" in sys.modules:  # else nothing was compiled
+        from .compile_passes.dynamo.left_out import forget_limits
         from .compile_passes.pipeline import forget_failures
 
         forget_failures()
+        forget_limits()
     if torch.cuda.is_available():
         from .meta.torch_internals import reset_cudagraph_trees
 

@@ -230,6 +230,13 @@ if TYPE_CHECKING:
         bucket_bytes_cap: int
         first_bucket_cap: int
 
+    class FrameAction:
+        DEFAULT: FrameAction
+        RUN_ONLY: FrameAction
+
+    class FrameExecStrategy:
+        def __init__(self, function: FrameAction, all_that_it_calls: FrameAction) -> None: ...
+
     def wrap_fx_proxy(tx: Tracer, proxy: object) -> Any: ...
 
     convert_frame: ModuleType
@@ -262,6 +269,7 @@ _PLACES = {
     "convert_frame": ("DynamoOutput",),
     "eval_frame": ("OptimizeContext",),
     "output_graph": ("DynamoTracerOutput", "OutputGraph"),
+    "types": ("FrameAction", "FrameExecStrategy"),
     "": ("convert_frame", "eval_frame", "symbolic_convert"),
 }  # fmt: skip
 """Names by the module of torch._dynamo that has them."""

@@ -20,6 +20,7 @@ from . import (
     known_values,
     left_frames,
     left_out,
+    limits,
     nested,
     open_counts,
     row_counts,
@@ -144,6 +145,10 @@ class Need(Enum):
         "nothing tells a backend that a call ended in which it saw no graph with the experts",
         "a hook of backends at the end of each call of what was compiled",
     )
+    LIMITS = (
+        "it leaves a function to Python, and all that the function calls, and tells no backend",
+        "a hook of the backend where recompile_limit is reached",
+    )
     BUCKETS = (
         "it cuts the graph of a module in DDP for gradients, even if nothing asks for them",
         "cut no graph without gradients",
@@ -195,6 +200,7 @@ PATCHES = (
     Patch("TorchInGraphFunctionVariable", ("call_function",), class_counts.one_hot, Need.CLASSES),
     Patch("OutputGraph", ("create_proxy",), without_cache, Need.FAKE_CACHE),
     Patch("OptimizeContext", ("__call__",), left_out.watch_calls, Need.CALLS),
+    Patch(_FRAMES, ("_compile",), limits.noticed, Need.LIMITS),
     Patch("OptimizeContext", ("__call__",), nested.note_compiled, Need.NESTED),
     Patch("OutputGraph", ("call_user_compiler",), nested.another_backend, Need.NESTED),
     Patch("DDPOptimizer", ("compile_fn",), in_one_bucket, Need.BUCKETS),
@@ -221,7 +227,7 @@ _OUTPUT_OF: dict[str, Callable[..., OutputGraph]] = {
     _OPCODE: lambda tx, inst: tx.output,
     "OutputGraph": lambda output, *_: output,
 }
-_AROUND = (Need.CALLS, Need.LEFT_FOR_GOOD, Need.CAPTURE, Need.NESTED, Need.BUCKETS)
+_AROUND = (Need.CALLS, Need.LIMITS, Need.LEFT_FOR_GOOD, Need.CAPTURE, Need.NESTED, Need.BUCKETS)
 """Needs of rules that run before or after tracing."""
 
 

@@ -9,6 +9,11 @@ in Python; all other calls are traced as if nothing had happened.
 If a function with experts does nothing in some call, Dynamo leaves it to Python, too. The same is done for
 such calls.
 
+Dynamo limits how often it compiles a function (`recompile_limit`). Beyond the limit the function, and all
+that it calls, runs in Python. Functions that run in Python must not reach the limit: without these rules,
+Dynamo would still compile what they call. So at the last permitted time only the function itself is left
+to Python for good.
+
 If Dynamo can continue after a call, it traces the function once more up to there, and forgets the values it
 read inside the call. Those guards are kept, too.
 """
@@ -23,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from . import api, left_out
+from . import api, left_out, limits
 from .api import ConstDictKeySource, RestartAnalysis, SkipFrame, Unsupported, UserError, counters
 from .rules import failure, may_break, session, tell_failure, without_rules
 
@@ -81,10 +86,15 @@ def guarded(method: Function) -> Function:
             left = None if tracer is None or kwargs.get("package") is not None else _as_it_is(code, tracer)
             if left is None:
                 raise
+            left_out.note_left(args[1].values(), error)
+            if limits.is_last():
+                error.frame_exec_strategy = api.FrameExecStrategy(  # type: ignore[assignment]
+                    api.FrameAction.RUN_ONLY, api.FrameAction.DEFAULT
+                )
+                raise
             counters["frames"]["ok"] -= 1  # it will be counted when this returns
             if _read.left is not None:
                 _read.left.append(_described(code, error))
-            left_out.note_left(args[1].values(), error)
             return left
         except SkipFrame as error:
             if _left_by(error) is None or not any(map(left_out.has_experts, args[1].values())):

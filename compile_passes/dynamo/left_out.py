@@ -43,6 +43,12 @@ CHANGE = (
     "fp4_ops.explain(model, *inputs) says which line keeps them out and what to write instead; "
     "fp4_ops.prepare(model) needs no graph, where the experts are of transformers' kind"
 )
+_RAISE = (
+    "set torch._dynamo.config.recompile_limit to a larger number before the first call; "
+    "fp4_ops.explain(model, *inputs), after torch._dynamo.reset(), says to which; fp4_ops.prepare(model) "
+    "needs no graph, where the experts are of transformers' kind"
+)
+"""The change if Dynamo compiled a function too often."""
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
 _SHARED = re.compile(r"shared", re.IGNORECASE)
 _NAMED_ROUTER = re.compile(r"router|gating", re.IGNORECASE)
@@ -176,6 +182,8 @@ class _Call:
         self.inputs: set[int] = set()
         self.left: list[str] = []
         """Why functions of this call run in Python."""
+        self.limits: list[str] = []
+        """Functions of this call that Dynamo has compiled too often."""
 
     def note(self, reported: bool, inputs: Sequence[object], strict: bool) -> None:
         """Note one graph of this call. reported: the backend found experts in it, and said so."""
@@ -189,8 +197,12 @@ class _Call:
         stack = _stack()
         if self in stack:
             del stack[stack.index(self) :]
-        if sys.exc_info()[1] is not None or _frames()[0] == self._frames[0]:
+        if sys.exc_info()[1] is not None:
             return
+        if _frames()[0] == self._frames[0]:
+            if not self._watch.first or not _limits:
+                return
+            self.limits = list(_limits)  # Dynamo no longer looks at these functions
         text = around(lambda _: self._text, lambda: None)()
         if text is not None and self._watch.strict:
             raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
@@ -202,9 +214,10 @@ class _Call:
         """Return the warning about experts that are in no graph of the call, or None."""
         watch, broken, (total, captured) = self._watch, breaks_since(self._known), _frames()
         model, first, watch.first = watch.model(), watch.first, False
-        if model is None or (self.silent and not watch.strict) or (not first and _waits(model)):
+        partly = watch.strict or bool(self.limits)
+        if model is None or (self.silent and not partly) or (not first and _waits(model)):
             return None
-        in_python = bool(broken) or total - self._frames[0] > captured - self._frames[1]
+        in_python = bool(broken or self.limits) or total - self._frames[0] > captured - self._frames[1]
         found = expert_parameters(model)
         every = [w for weights in found.values() for w in weights]
         done = packed_ids(every) if first else packed_since(self._number)
@@ -214,12 +227,14 @@ class _Call:
             if not any(id(w) in done for w in weights)
             and (in_python or any(id(w) in self.inputs for w in weights))
         }
-        if not left or (not watch.strict and len(left) < len(found)):
+        if self.silent and not watch.strict:  # a report has named those of its graph
+            left = {n: weights for n, weights in left.items() if self.inputs.isdisjoint(map(id, weights))}
+        if not left or (not partly and len(left) < len(found)):
             return None
         if not watch.strict:
             _not_told(model, left)
         breaks = [*map(described, broken), *self.left]
-        return _told(left, breaks, len(found), "" if first else " in this call")
+        return _told(left, breaks, len(found), "" if first else " in this call", self.limits)
 
 
 def has_experts(x: object) -> bool:
@@ -263,11 +278,39 @@ def note_other(inputs: Sequence[object], backend: str) -> None:
         call.left.append(f'a module in it is compiled with backend="{backend}"')
 
 
-def _told(left: dict[str, list[nn.Parameter]], breaks: list[str], all_of_them: int, when: str = "") -> str:
+_limits: dict[str, None] = {}
+"""Texts about functions that Dynamo has compiled too often. It looks at them no more until it is reset."""
+
+
+def forget_limits() -> None:
+    _limits.clear()
+
+
+def note_limit(limit: str, most: int, function: str) -> None:
+    """Note that Dynamo leaves a function to Python because of this limit."""
+    told = (
+        f"Dynamo has compiled {function} {most} times, each time for other modules or inputs, and stops at "
+        f"torch._dynamo.config.{limit} ({most}): the rest, and all that it calls, runs in Python"
+    )
+    _limits[told] = None
+    for call in _stack():
+        call.limits.append(told)
+
+
+def _told(
+    left: dict[str, list[nn.Parameter]],
+    breaks: list[str],
+    all_of_them: int,
+    when: str = "",
+    limits: Sequence[str] = (),
+) -> str:
     names = [f"{name} ({len(weights)} parameters of {weights[0].dtype})" for name, weights in left.items()]
     nothing = f"nothing was rewritten{when}, yet"
     what = nothing if len(left) == all_of_them else "in no graph that was rewritten:"
     lines = [f"{what} these parameters look like experts: {some_of(names)}"]
+    if limits:
+        lines += [f"  cause: {why}" for why in dict.fromkeys(limits[:2])]
+        return "\n".join([*lines, f"  change: {_RAISE}"])
     lines += [f"  graph break: {why}" for why in dict.fromkeys(breaks[:4])]
     return "\n".join([*lines, f"  change: {CHANGE}"])
 

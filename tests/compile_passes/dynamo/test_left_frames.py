@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from moe_models import Recorder, relative_error
-from moe_styles import ListStyle
+from moe_styles import STYLES, ListStyle
 from repository_styles import NumpyEnds
 from torch import Tensor, nn
 
@@ -124,6 +124,34 @@ def test_layers_of_one_model():
         with torch.no_grad():
             assert relative_error(compiled(x), twin(x)) < EXACT
     assert set(recorder.ops) == {"fp4::moe"}
+
+
+class Numbered(nn.Module):
+    """A layer that runs in Python, and reads its number before."""
+
+    def __init__(self, number: int, moe: nn.Module) -> None:
+        super().__init__()
+        self.number, self.moe = number, moe
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(1):
+            if self.number < 0:
+                return x
+            torch._dynamo.graph_break()
+        return x + self.moe(x)
+
+
+def test_more_layers_than_the_limit_of_recompilations():
+    """What the last ones call is compiled, as with other backends."""
+    styles = ["where loop"] * 5 + ["gather + bmm"]
+    model = nn.Sequential(*(Numbered(n, STYLES[style]()) for n, style in enumerate(styles)))
+    recorder = Recorder(activation="bf16")
+    with torch._dynamo.config.patch(recompile_limit=3), torch.no_grad():
+        compiled = torch.compile(model, backend=recorder)
+        compiled(torch.randn(9, 32))
+        assert recorder.ops.count("fp4::moe") == 2
+        compiled(torch.randn(1, 32))
+        assert recorder.ops.count("fp4::moe") > 2  # another length
 
 
 class Asked(Loop):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import logging
 
 import pytest
@@ -158,6 +160,52 @@ def test_without_no_grad(warnings):
     module = Disabled()  # training: all is as it was, and nothing is said
     torch.compile(module, backend=Recorder())(torch.randn(9, module.H))
     assert len([told for told in warnings() if LEFT in told]) == 1
+
+
+# --- Dynamo's limit of recompilations ---
+
+
+class Hooked(nn.Module):
+    """A function that runs for all modules of a model, with a graph break, as accelerate's hooks have it."""
+
+    H = 32
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    @staticmethod
+    def hooked(module: nn.Module, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return module(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.hooked(layer, x)
+        return x
+
+
+def dense(count: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(count)))
+
+
+@pytest.mark.parametrize("some", [False, True], ids=["no experts in 4 bits", "some experts in 4 bits"])
+def test_a_limit_is_the_cause(some, warnings):
+    first = STYLES["where loop"] if some else functools.partial(dense, 1)
+    module = Hooked(first(), dense(2), STYLES["gather + bmm"]())
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        recorder = Recorder(activation="bf16")
+        compiled = torch.compile(module, backend=recorder)
+        compiled(torch.randn(9, 32))
+        compiled(torch.randn(9, 32))
+        (told,) = warnings()
+        assert "layers.2" in told and "layers.0" not in told and bool(recorder.ops) is some
+        assert "stops at torch._dynamo.config.recompile_limit (2)" in told and "graph break" not in told
+        torch.compile(copy.deepcopy(module), backend=recorder)(torch.randn(9, 32))
+        assert some or len(warnings()) == 2  # Dynamo compiles nothing more
+        torch._dynamo.reset()
+        report = str(fp4_ops.explain(module, torch.randn(9, 32)))
+    assert "Set torch._dynamo.config.recompile_limit = 3 before" in report
 
 
 # --- no alarm ---
