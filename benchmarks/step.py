@@ -1,17 +1,18 @@
-"""A whole decoding step on one GPU: Qwen3-30B-A3B, all 48 layers, against Inductor's step of the bf16 model.
+"""A whole decoding step on one GPU: all layers of a model, against Inductor's step of the bf16 model.
 
-    python benchmarks/step.py [--layers 48] [--batches 1,8,64] [--contexts 100,1000] [--variants fp4,stock]
+    python benchmarks/step.py [--models qwen3-30b] [--layers N] [--batches 1,8,64] [--contexts 100,1000]
+                              [--variants fp4,stock]
 
 Random weights; the layers hold equal numbers in memory of their own. The static cache has room for `context`
 tokens and holds prompts. A step takes a token of each sequence, and ends in the next one (argmax); it is one
 CUDA graph. Its time is the median of 40 replays, which fill the cache. Each case has a process: the cases
-compile at the same time, and are timed one after another.
+compile at the same time, and are timed one after another. gpt-oss-120b needs 66 GB for each case.
 
 First a compiled step's logits are compared with those of the same model, uncompiled. Experts are chosen by
 numbers that are rounded, so a model of many layers with random weights differs by more than rounding.
 `noise` says by how much: the uncompiled model, with each number of its cache rounded once more.
 
-    fp4      fp4_ops.prepare(model, "nvfp4"), torch.compile(model, backend="fp4")
+    fp4      fp4_ops.prepare(model, format), torch.compile(model, backend="fp4"); MODELS has the format
     stock    the bf16 model, torch.compile(model)
 
 `--kernels` also yields each kernel's time in a step. A kernel may begin while it waits for the one before it,
@@ -35,47 +36,81 @@ from typing import Any
 
 import record
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    StaticCache,
+)
 
 import fp4_ops
 
 DEVICE = "cuda"
 STEPS, SKIP, PROFILED = 40, 8, 5
-SIZES = dict(
-    hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
-    num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, vocab_size=151936,
-    pad_token_id=0, eos_token_id=None, bos_token_id=None,
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    config: type[PreTrainedConfig]
+    model: type[PreTrainedModel]
+    sizes: dict[str, Any]
+    layers: int
+    period: int
+    """How many layers follow each other before their kinds repeat."""
+    format: str
+
+
+NO_TOKENS: dict[str, Any] = dict(pad_token_id=0, eos_token_id=None, bos_token_id=None)
+MODELS = {
+    "qwen3-30b": Model(Qwen3MoeConfig, Qwen3MoeForCausalLM, dict(
+        hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, vocab_size=151936, **NO_TOKENS,
+    ), layers=48, period=1, format="nvfp4"),
+    "gpt-oss-120b": Model(GptOssConfig, GptOssForCausalLM, dict(
+        hidden_size=2880, num_attention_heads=64, num_key_value_heads=8, head_dim=64, num_local_experts=128,
+        num_experts_per_tok=4, intermediate_size=2880, sliding_window=128, vocab_size=201088, **NO_TOKENS,
+    ), layers=36, period=2, format="mxfp4"),
+}  # fmt: skip
 PROMPTS = 4
 """Different prompts in a batch."""
 
 
 @dataclass(frozen=True)
 class Case:
+    model: str
     variant: str
     layers: int
     batch: int
     context: int
 
 
-def new_model(layers: int, packed: bool) -> Qwen3MoeForCausalLM:
+def new_model(case: Case) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, dtype=torch.bfloat16)
+    what = MODELS[case.model]
+    period = min(what.period, case.layers)
+    config = what.config(**what.sizes, num_hidden_layers=period, dtype=torch.bfloat16)
     with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
-        model = Qwen3MoeForCausalLM(config).eval().requires_grad_(False)
+        model = what.model(config).eval().requires_grad_(False)
         torch.set_default_dtype(torch.float32)
     for name, p in model.named_parameters():
         if "norm" in name:
             torch.nn.init.normal_(p, 1.0, 0.1)
-    if packed:
-        fp4_ops.prepare(model, "nvfp4")
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(p, 0.0, 0.02)
+    if case.variant == "fp4":
+        fp4_ops.prepare(model, what.format)
     stack = model.model.layers
-    for i in range(1, layers):
-        layer = copy.deepcopy(stack[0])
+    for i in range(period, case.layers):
+        layer = copy.deepcopy(stack[i % period])
         layer.self_attn.layer_idx = i
         stack.append(layer)
-    model.config.num_hidden_layers = layers
+    model.config.num_hidden_layers = case.layers
+    if kinds := getattr(model.config, "layer_types", None):
+        model.config.layer_types[:] = [kinds[i % period] for i in range(case.layers)]
     return model
 
 
@@ -87,7 +122,7 @@ class Step:
     """A compiled step of a model, as a CUDA graph."""
 
     def __init__(self, case: Case, backend: str, options: dict[str, Any] | None = None) -> None:
-        self.model = new_model(case.layers, backend != "inductor")
+        self.model = new_model(case)
         length = -(-(case.context + 1) // 8) * 8
         self.begin = length - STEPS - SKIP - PROFILED - 2
         self.cache = StaticCache(config=self.model.config, max_cache_len=length)
@@ -116,7 +151,7 @@ class Step:
             self.token.copy_(logits[:, -1].argmax(-1, keepdim=True))
 
     def tokens(self, *shape: int) -> torch.Tensor:
-        return torch.randint(1, SIZES["vocab_size"], shape, device=DEVICE)
+        return torch.randint(1, self.model.config.vocab_size, shape, device=DEVICE)
 
     def fill(self, prompts: int, length: int) -> None:
         """Fills the cache with a few prompts; sequences share them."""
@@ -131,6 +166,8 @@ class Step:
     def rewind(self) -> None:
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.begin)
+            if layer.is_sliding:
+                layer.cumulative_length_int = self.begin
 
     def logits(self, model) -> torch.Tensor:
         self.rewind()
@@ -214,7 +251,8 @@ def run(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--models", default="qwen3-30b")
+    parser.add_argument("--layers", type=int, help="instead of all")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--contexts", default="100,1000")
     parser.add_argument("--variants", default="fp4")
@@ -223,7 +261,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     cases = [
-        Case(variant, args.layers, int(batch), int(context))
+        Case(model, variant, args.layers or MODELS[model].layers, int(batch), int(context))
+        for model in args.models.split(",")
         for variant in args.variants.split(",")
         for batch in args.batches.split(",")
         for context in args.contexts.split(",")

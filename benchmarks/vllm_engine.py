@@ -3,16 +3,17 @@
     python benchmarks/vllm_engine.py [--models qwen3-30b,eight] [--layers 2] [--batches 1,8,32]
 
 The folders have random weights in the shapes of MODELS, with a vocabulary of 4096, so that the layers take
-the time. On a CPU the first process serves the folder in bf16, the others the same folder in 4 bits (its
-experts; its experts and its attention). On a GPU all of them serve the folder in 4 bits: the first with
-vLLM's own method (Marlin on Hopper), the second with `--quantization fp4_ops`.
+the time. `demo` is the trained model of examples/demo_model; its prompts are text that it has not seen. On
+a CPU the first process serves the folder in bf16, the others the same folder in 4 bits (its experts; its
+experts and its attention). On a GPU all of them serve the folder in 4 bits: the first with vLLM's own
+method (Marlin on Hopper), the second with `--quantization fp4_ops`.
 
 decode_tokens_s: of all sequences together, from two calls of `generate` that differ in the number of new
-tokens. prefill_ms: the call with one new token. Medians of --rounds rounds. speedup: over the first process,
-the median of the rounds' ratios. same_tokens: which share of the first process's greedy tokens is the same.
-Random weights choose by chance: after one other token the texts have nothing in common. gap: how much more
-likely (in log probability) the first process found its token than the second best, where a text first
-differs, at most; median_gap: at all tokens.
+tokens. prefill_ms: the call with one new token. Medians of --rounds rounds. speedup: over the first
+process, the median of the rounds' ratios. same_tokens: which share of the first process's greedy tokens is
+the same. Random weights choose by chance: after one other token the texts have nothing in common; `demo`
+shows more. gap: how much more likely (in log probability) the first process found its token than the second
+best, where a text first differs, at most; median_gap: at all tokens.
 
 --python: an interpreter of an environment with vLLM and fp4_ops (docs/serving.md); this one, if not given.
 """
@@ -23,6 +24,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -41,6 +43,7 @@ MODELS = {
     "mixtral": {"hidden": 4096, "experts": 8, "chosen": 2, "inner": 14336, "heads": 32, "kv_heads": 8},
 }
 VOCABULARY = 4096
+DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 CPU = {
     "bf16": {"folder": "16"},
     "nvfp4": {"folder": "experts"},
@@ -53,11 +56,21 @@ GPU = {
 """Engines that take turns: the folder, and options of vllm.LLM. The first is vLLM without us."""
 
 
-def make_folders(where: Path, shape: dict[str, int], layers: int, device: str) -> None:
+def make_folders(where: Path, model: str, layers: int, device: str) -> None:
     """Writes one model in 16 bits, with its experts in nvfp4, and with its attention in nvfp4 too."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
     from fp4_ops.checkpoints.convert import quantize_checkpoint
+
+    if model == "demo":
+        shutil.copytree(DEMO, where / "16")
+    else:
+        save_random_weights(where / "16", MODELS[model], layers, device)
+    quantize_checkpoint(where / "16", where / "experts", device=device, progress=False)
+    if device == "cpu":
+        quantize_checkpoint(where / "16", where / "attention", attention="nvfp4", progress=False)
+
+
+def save_random_weights(folder: Path, shape: dict[str, int], layers: int, device: str) -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
         vocab_size=VOCABULARY, hidden_size=shape["hidden"], num_hidden_layers=layers,
@@ -78,18 +91,24 @@ def make_folders(where: Path, shape: dict[str, int], layers: int, device: str) -
             else:
                 p.normal_(0, 1 if "embed" in name else p.shape[-1] ** -0.5)
     model.config.dtype = torch.bfloat16
-    model.save_pretrained(where / "16")
-    del model
-    quantize_checkpoint(where / "16", where / "experts", device=device, progress=False)
-    if device == "cpu":
-        quantize_checkpoint(where / "16", where / "attention", attention="nvfp4", progress=False)
+    model.save_pretrained(folder)
+
+
+def prompts_of(model: str, batch: int, length: int) -> list[list[int]]:
+    """Draws the same prompts each time: random tokens; for the trained model, pieces of its held-out text."""
+    generator = torch.Generator().manual_seed(length)
+    if model != "demo":
+        return torch.randint(1, VOCABULARY, (batch, length), generator=generator).tolist()
+    text = (DEMO / "heldout.txt").read_bytes()
+    starts = torch.randint(0, len(text) - length, (batch,), generator=generator).tolist()
+    return [list(text[at : at + length]) for at in starts]
 
 
 # --- the process that has an engine ---
 
 
 def serve(folder: str, options: dict[str, Any]) -> None:
-    """Answers lines of JSON: {"batch", "length", "new", "gaps"} -> {"s", "tokens", "gaps"}.
+    """Answers lines of JSON: {"prompts", "new", "gaps"} -> {"s", "tokens", "gaps"}.
 
     The first line that it prints, once it is ready, has the versions of its packages.
     """
@@ -107,9 +126,7 @@ def serve(folder: str, options: dict[str, Any]) -> None:
             max_tokens=asked["new"], temperature=0, ignore_eos=True, detokenize=False,
             logprobs=2 if asked["gaps"] else None,
         )  # fmt: skip
-        generator = torch.Generator().manual_seed(asked["length"])
-        drawn = torch.randint(1, VOCABULARY, (asked["batch"], asked["length"]), generator=generator)
-        prompts = [{"prompt_token_ids": p} for p in drawn.tolist()]
+        prompts = [{"prompt_token_ids": p} for p in asked["prompts"]]
         start = time.perf_counter()
         answers = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - start
@@ -141,8 +158,8 @@ class Engine:
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def ask(self, batch: int, length: int, new: int, gaps: bool = False) -> dict[str, Any]:
-        asked = {"batch": batch, "length": length, "new": new, "gaps": gaps}
+    def ask(self, prompts: list[list[int]], new: int, gaps: bool = False) -> dict[str, Any]:
+        asked = {"prompts": prompts, "new": new, "gaps": gaps}
         print(json.dumps(asked), file=self.process.stdin, flush=True)
         return self.answer()
 
@@ -175,7 +192,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     given = {"max_model_len": 2048, **json.loads(args.options)}
     for model in args.models.split(","):
         with tempfile.TemporaryDirectory() as there, contextlib.ExitStack() as stack:
-            make_folders(Path(there), MODELS[model], args.layers, device)
+            make_folders(Path(there), model, args.layers, device)
             started = {}
             for i, (name, what) in enumerate(engines.items()):
                 options = given | {k: v for k, v in what.items() if k != "folder"}
@@ -193,24 +210,25 @@ def of_batch(
     decode: dict[str, list[float]] = {name: [] for name in engines}
     prefill: dict[str, list[float]] = {name: [] for name in engines}
     tokens = {}
+    prompts = prompts_of(model, batch, args.length)
     for engine in engines.values():  # warm
-        engine.ask(batch, args.length, 4)
+        engine.ask(prompts, 4)
     for _ in range(args.rounds):
         for name, engine in engines.items():
-            first = engine.ask(batch, args.length, 1)["s"]
-            whole = engine.ask(batch, args.length, 1 + args.new)
+            first = engine.ask(prompts, 1)["s"]
+            whole = engine.ask(prompts, 1 + args.new)
             prefill[name].append(first)
             decode[name].append((whole["s"] - first) / args.new)
             tokens[name] = whole["tokens"]
     base = next(iter(engines))
-    gaps = engines[base].ask(batch, args.length, 1 + args.new, gaps=True)["gaps"]
+    gaps = engines[base].ask(prompts, 1 + args.new, gaps=True)["gaps"]
     for name in engines:
         ratios = [a / b for a, b in zip(decode[base], decode[name])]
         firsts = [a / b for a, b in zip(prefill[base], prefill[name])]
         yield {
             "table": "engine",
             "model": model,
-            "layers": args.layers,
+            "layers": args.layers if model != "demo" else 3,
             "batch": batch,
             "engine": name,
             "decode_tokens_s": batch / statistics.median(decode[name]),
