@@ -28,6 +28,7 @@ from ...meta.torch_internals import (
     has_new_values,
     leave_functorch_levels,
     without_functionalization,
+    without_modes,
 )
 from ..graph.traced_nodes import called, example, memory, since, writes_to
 from ..refusal import Kind, Refusal, refuse
@@ -81,15 +82,16 @@ def inline_constants(gm: fx.GraphModule) -> None:
         for user in list(node.users):
             if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
                 refuse(Kind.ATTRIBUTE, None, node.target)
+            with without_modes():  # a constant on a GPU is copied from there, and a fake copy has no values
+                number = values = value.tolist()
             # A single number becomes a `full`, which Inductor puts into the kernels that read it.
-            number = value.tolist()
             while isinstance(number, list) and len(number) == 1:
                 number = number[0]
             fills = isinstance(number, (bool, int, float))
             with gm.graph.inserting_before(user):
                 new = gm.graph.call_function(
                     aten.full.default if fills else torch.tensor,
-                    (list(value.shape), number) if fills else (value.tolist(),),
+                    (list(value.shape), number) if fills else (values,),
                     {"dtype": value.dtype, "device": value.device},
                 )
             new.meta.update(user.meta)

@@ -162,6 +162,20 @@ def test_copied(monkeypatch, f, dynamic):
     check(monkeypatch, f, X, dynamic=dynamic)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("copied", [True, False])
+def test_constants_on_a_gpu(monkeypatch, copied):
+    def f(x):
+        if not copied:
+            x = through_a_view(x)
+        rows, one = torch.tensor([2, 1], device=x.device), torch.tensor([-1], device=x.device)
+        return x[rows] + x[one], x * torch.tensor(0.5, device=x.device)
+
+    check(monkeypatch, f, X.cuda(), copied=copied)
+    got = torch.compile(f, backend="fp4", fullgraph=True)(X.cuda())
+    assert all(torch.equal(g, w) for g, w in zip(got, f(X.cuda())))
+
+
 def through_a_view(x):
     y = x * 2
     y[1].add_(1)
