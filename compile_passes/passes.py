@@ -51,8 +51,7 @@ from .recognise.search import Search
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
 from .report import PassRun, Site, each_told_once, left_alone
-from .step.cache import write_caches
-from .step.counters import write_counters
+from .step.cache import write_caches, write_counters
 from .step.linears import write_linears
 from .trace.capture import mutated_inputs
 from .weights.facts import Facts, note_decoded, written_before

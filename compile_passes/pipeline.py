@@ -7,6 +7,8 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +20,6 @@ from ..meta.torch_internals import TracingContext, is_precompiling
 from . import advice
 from .dynamo import left_out
 from .dynamo.api import RestartAnalysis, SkipFrame
-from .dynamo.lengths import allow_scalars, guard_equal_lengths
 from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import asks_for_gradients, called, example
 from .naming import input_name, short_path
@@ -42,7 +43,7 @@ Compile = Callable[..., Any]
 def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
     """Rewrites a graph of Dynamo's and reports on it. The graph itself never changes."""
     gm, inputs = source.gm, source.inputs
-    allow_scalars(gm)
+    _allow_scalars(gm)
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
     if asks_for_gradients(gm, inputs):
@@ -65,7 +66,7 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
         )
         options.a_format(device, any_layout)
     try:
-        guard_equal_lengths(gm)
+        _guard_equal_lengths(gm)
         rewritten, frame.sites, frame.unrouted = _rewritten(gm, inputs, options, {}, {}, passes)
         frame.also = rewritten.also if rewritten is not None else []
     except Refused as why:
@@ -259,6 +260,50 @@ def _weights_by_a_column(node: fx.Node, name: str) -> bool:
 
 
 _COLUMNS = ("getitem", "select", "narrow", "unsqueeze", "view", "reshape", "index_select")
+
+
+# --- what Dynamo's graph says ---
+
+
+def _allow_scalars(gm: fx.GraphModule) -> None:
+    """Let later tracers of a graph with row counts read numbers from tensors, too."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    items = gm.graph.find_nodes(op="call_method", target="item")
+    if mode is not None and any(free_unbacked_symbols(example(n)) for n in items):
+        mode.allow_scalar_outputs = True
+
+
+def _guard_equal_lengths(gm: fx.GraphModule) -> None:
+    """Guard that inputs have equally many rows, where they have in this call.
+
+    If Dynamo breaks the graph between a router and its experts, the rest of the function is a graph that
+    reads ids [s1, k], weights [s2, k] and rows [s0, H]. Nothing in it says that the lengths are equal, so no
+    proof would hold. They are equal in this call. A guard makes that a fact, and Dynamo compiles again for a
+    call where it is none.
+    """
+    inputs = [
+        _rows(example(n))
+        for n in gm.graph.find_nodes(op="placeholder")
+        if isinstance(example(n), torch.Tensor) and not any(called(user) == "embedding" for user in n.users)
+    ]
+    inputs = [sizes for sizes in inputs if any(isinstance(size, torch.SymInt) for size in sizes)]
+    for a, b in combinations(inputs, 2):
+        for i, j in zip(a, b) if len(a) == len(b) else [(prod(a), prod(b))]:
+            if str(i) != str(j) and _now(i) is not None and _now(i) == _now(j):
+                bool(i == j)  # adds the guard
+
+
+def _rows(x: torch.Tensor) -> Sequence[Any]:
+    """Return the sizes that count rows: [T] of one number a row, [T] of [T, H], [B, T] of [B, T, H]."""
+    return x.shape[: max(x.dim() - 1, 1)] if x.dim() <= 3 else ()
+
+
+def _now(size: Any) -> Any:
+    """Return what a size is in this call, or None if only the data say."""
+    if not isinstance(size, torch.SymInt):
+        return size
+    return size.node.hint if size.node.has_hint() else None
 
 
 def _frame_name() -> str:

@@ -1,23 +1,42 @@
-"""A router's `topk` as operators that Inductor generates code for, on a GPU.
+"""Rewrites a router's `topk` on a GPU, for which Inductor would call torch's own topk.
 
-Inductor calls torch's own topk: a kernel that selects and one that sorts, with nothing fused to either.
-Decoding one token on an H200 they take as long as one of the layer's expert products (9 us, 128 experts).
-Written as rounds, each the largest of what is left, it is reductions over the rows that softmax reduces: one
-Triton kernel for both. (Sorting whole rows, which Inductor generates too, is twice the instructions and one
-more kernel.) Hopper GPUs have a kernel for it (top_experts.py).
+torch's topk is a kernel that selects and one that sorts, with nothing fused to either. When one token is
+decoded on an H200, both together take as long as one of the layer's expert products (9 us, 128 experts).
+
+On Hopper, `topk` becomes fp4::top_experts, with the softmax before it and what is computed from its values.
+The kernel gives a row to each warp. On other GPUs, `topk` becomes rounds, each of which finds the largest of
+the values that are left. These are reductions over the rows that softmax reduces, so Inductor makes one
+Triton kernel of both; on an H100 it takes 30 us for 64 rows of 128 experts. (Inductor can also generate a
+sort of whole rows. That takes twice the instructions and one more kernel.)
 """
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from ...runtime import native
 from ..graph.dead_code import erase_unused
-from ..graph.nodes import FLOATING, arguments, aten, integer, item, shape, static_int, value
-from . import top_experts
+from ..graph.nodes import (
+    FLOATING,
+    arguments,
+    aten,
+    integer,
+    is_float_cast,
+    is_op,
+    item,
+    operand,
+    shape,
+    static_int,
+    value,
+)
+
+fp4 = torch.ops.fp4
 
 DEVICES = ("cuda",)
 MAX_ROW = 512
@@ -37,9 +56,9 @@ def write_topk(graph: fx.Graph) -> list[str]:
         if not _qualifies(node):
             continue
         x, k = node.args[:2]
-        e, by_kernel = shape(x)[-1], top_experts.runs(value(x).device)
+        e, by_kernel = shape(x)[-1], has_kernel(value(x).device)
         if by_kernel:
-            top_experts.write_top_experts(graph, node)
+            _write_top_experts(graph, node)
         else:
             _write_rounds(graph, node)
         done[k, e, by_kernel] += 1
@@ -53,6 +72,9 @@ _WORDS = {
     True: f"fp4::top_experts, with the softmax before them and the division after {_TIES}",
     False: f"rounds of a maximum, which Inductor fuses with the router around them {_TIES}",
 }
+
+
+# --- as rounds ---
 
 
 def _write_rounds(graph: fx.Graph, node: fx.Node) -> None:
@@ -122,3 +144,88 @@ def _flipped(call: Any, bits: fx.Node) -> fx.Node:
     """
     flipped = call(aten.bitwise_xor.Scalar, bits, _INT_MAX)
     return call(aten.where.self, call(aten.lt.Scalar, bits, 0), flipped, bits)
+
+
+# --- by the kernel ---
+
+
+def has_kernel(device: torch.device) -> bool:
+    """True for a GPU that has the kernel."""
+    return native.is_hopper(device)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """Use of the values that topk returns. `node` is the last operation that the operator does."""
+
+    node: fx.Node
+    softmax: bool
+    normalize: bool
+
+
+def _write_top_experts(graph: fx.Graph, topk: fx.Node) -> None:
+    """Replaces one `topk` along the last dimension."""
+    a = arguments(topk)
+    x, k = a["self"], a["k"]
+    logits = _logits(x)
+    values = next((user for user in topk.users if integer(user, 1) == 0), None)
+    last = None if values is None else _weights(values, softmax=logits is not None)
+    options: dict[str, Any] = {"softmax": logits is not None, "out_dtype": value(x).dtype}
+    if last is not None:
+        options = {"softmax": last.softmax, "normalize": last.normalize, "out_dtype": value(last.node).dtype}
+    with graph.inserting_before(topk):
+        out = graph.call_function(fp4.top_experts.default, (x if logits is None else logits, k), options)
+        made = [graph.call_function(operator.getitem, (out, i)) for i in range(2)]
+    replaced = [(last.node, made[0])] if last is not None else []
+    replaced += [(user, made[1]) for user in topk.users if integer(user, 1) == 1]
+    for old, new in replaced:
+        new.meta.update(old.meta)
+        old.replace_all_uses_with(new)
+
+
+def _logits(x: fx.Node) -> fx.Node | None:
+    """Returns the logits if x is their softmax in float32 along the last dimension; else None."""
+    if not is_op(x, aten._softmax) or value(x).dtype != torch.float32 or not _is_last(x, integer(x, 1)):
+        return None
+    logits = operand(x)
+    return operand(logits) if is_float_cast(logits) else logits
+
+
+def _is_last(node: fx.Node, dim: Any) -> bool:
+    return dim in (-1, len(shape(node)) - 1)
+
+
+def _weights(values: fx.Node, softmax: bool) -> _Weights:
+    """Reads the operations after topk. `softmax`: topk chose from a softmax."""
+    found = _Weights(values, softmax, False)
+    users = list(values.users)
+    if value(values).dtype == torch.float32 and (quotient := _normalized(values)) is not None:
+        found = _Weights(quotient, softmax, True)
+    elif not softmax and len(users) == 1:
+        chosen = users[0]
+        if is_float_cast(chosen) and value(chosen).dtype == torch.float32 and len(chosen.users) == 1:
+            chosen = next(iter(chosen.users))
+        if is_op(chosen, aten._softmax) and _is_last(chosen, integer(chosen, 1)):
+            # The softmax of the chosen logits is that of all, divided by the sum of the chosen.
+            found = _Weights(chosen, True, True)
+    users = list(found.node.users)
+    if value(found.node).dtype == torch.float32 and len(users) == 1 and is_float_cast(users[0]):
+        found = _Weights(users[0], found.softmax, found.normalize)
+    return found
+
+
+def _normalized(values: fx.Node) -> fx.Node | None:
+    """Returns values / values.sum(-1, keepdim=True) if nothing else reads the values; else None."""
+    total = next((user for user in values.users if is_op(user, aten.sum)), None)
+    if total is None or len(values.users) != 2 or len(total.users) != 1:
+        return None
+    quotient = next(iter(total.users))
+    a = arguments(total)
+    dims: list[int] = list(a.get("dim") or [])
+    if len(dims) != 1 or not _is_last(values, dims[0]) or not a.get("keepdim"):
+        return None
+    if a.get("dtype") not in (None, torch.float32) or not is_op(quotient, aten.div):
+        return None
+    of = arguments(quotient)
+    exact = of.get("rounding_mode") is None and (of["self"], of["other"]) == (values, total)
+    return quotient if exact else None

@@ -3,10 +3,15 @@ the norms of queries and keys, their rotary position embedding, and the write of
 cache.
 
 Inductor makes four kernels of this in a decoding step. Each is short and waits for the one before it.
+
+transformers' static cache also adds the number of new tokens to a counter of each layer. Inductor makes a
+kernel of each addition, because nothing else reads the sums. `write_counters` makes one kernel of all.
 """
 
 from __future__ import annotations
 
+import operator
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +34,7 @@ from ..graph.nodes import (
     strip,
     value,
 )
+from ..graph.repeat import added_number
 from .norm import Norm, NotRead, read_norm
 
 fp4 = torch.ops.fp4
@@ -258,3 +264,50 @@ def _write(graph: fx.Graph, layer: _Layer, position: dict[fx.Node, int]) -> None
         graph.erase_node(write.epilogue)
         write.node.replace_all_uses_with(write.cache)
         graph.erase_node(write.node)
+
+
+# --- counters of tokens ---
+
+COUNTED_ON = ("cuda",)
+"""Devices for which Inductor makes one kernel of aten._foreach_add."""
+
+
+def write_counters(graph: fx.Graph) -> list[str]:
+    """Rewrites counters of one number each, to which only a sum is written. Returns a sentence about them."""
+    alike: defaultdict[tuple[torch.device, torch.dtype, int], list[fx.Node]] = defaultdict(list)
+    for write in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        held, number = value(_written(write)[0]), _added(write)
+        if number is not None:
+            alike[held.device, held.dtype, number].append(write)
+    done = 0
+    for (_, _, number), writes in alike.items():
+        if len(writes) > 1:
+            _write_sums(graph, writes, number)
+            done += len(writes)
+    return [f"decoding step: {done} counters of tokens are one kernel (aten._foreach_add)"] if done else []
+
+
+def _added(write: fx.Node) -> int | None:
+    """Returns the number that is added to a counter, an input of one integer; else None."""
+    target, total = _written(write)
+    if target.op != "placeholder" or not isinstance(total, fx.Node) or set(total.users) != {write}:
+        return None
+    held = value(target)
+    alone = held.device.type in COUNTED_ON and held.numel() == 1
+    return added_number(target, total) if alone else None
+
+
+def _written(write: fx.Node) -> tuple[fx.Node, fx.Node]:
+    a = arguments(write)
+    return a["self"], a["src"]
+
+
+def _write_sums(graph: fx.Graph, writes: list[fx.Node], number: int) -> None:
+    with graph.inserting_before(writes[0]):
+        sums = graph.call_function(aten._foreach_add.Scalar, ([_written(w)[0] for w in writes], number))
+        made = [graph.call_function(operator.getitem, (sums, i)) for i in range(len(writes))]
+    for write, new in zip(writes, made, strict=True):
+        old = _written(write)[1]
+        new.meta.update(old.meta)
+        write.replace_input_with(old, new)
+        graph.erase_node(old)

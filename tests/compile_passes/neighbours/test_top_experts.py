@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fp4_ops.compile_passes.neighbours import top_experts
+from fp4_ops.compile_passes.neighbours import topk
 from fp4_ops.compile_passes.neighbours import topk as module
 from fp4_ops.compile_passes.neighbours.topk import write_topk
 
@@ -23,7 +23,7 @@ BF16 = torch.bfloat16
 def on_this_device(monkeypatch):
     """The CPU stands for a GPU with the kernel."""
     monkeypatch.setattr(module, "DEVICES", ("cpu",))
-    monkeypatch.setattr(top_experts, "runs", lambda device: True)
+    monkeypatch.setattr(topk, "has_kernel", lambda device: True)
 
 
 def rewritten(router, x) -> torch.fx.GraphModule:
@@ -136,7 +136,7 @@ def test_ids_alone():
 
 def test_only_a_hopper_gpu_runs_it(monkeypatch):
     monkeypatch.undo()
-    assert not top_experts.runs(torch.device("cpu"))
+    assert not topk.has_kernel(torch.device("cpu"))
 
 
 class TestGolden(expecttest.TestCase):

@@ -7,7 +7,7 @@ import torch
 from one_pass import OnePass
 from torch import nn
 
-from fp4_ops.compile_passes.step import counters
+from fp4_ops.compile_passes.step import cache
 
 aten = torch.ops.aten
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """The CPU stands for a GPU."""
-    monkeypatch.setattr(counters, "DEVICES", ("cpu",))
+    monkeypatch.setattr(cache, "COUNTED_ON", ("cpu",))
 
 
 class Layer(nn.Module):
@@ -44,7 +44,7 @@ def run(*layers: nn.Module) -> OnePass:
     counted = [layer.count.clone() for layer in layers]
     for layer, count in zip(layers, start, strict=True):
         layer.count.copy_(count)
-    got = torch.compile(model, backend=(done := OnePass(counters.write_counters)), fullgraph=True)(x)
+    got = torch.compile(model, backend=(done := OnePass(cache.write_counters)), fullgraph=True)(x)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert all(torch.equal(layer.count, count) for layer, count in zip(layers, counted, strict=True))
     return done
