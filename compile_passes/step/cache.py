@@ -124,7 +124,7 @@ def _layers(graph: fx.Graph, rotated: dict[fx.Node, _Rotated]) -> Iterator[_Laye
 
 
 def _go_together(keys: _Write, values: _Write) -> bool:
-    """True if values are written to the same places of a cache like that of the keys."""
+    """True if values are written to their cache at the places at which the keys are written to theirs."""
     alike = same_shape(shape(keys.cache), shape(values.cache)) and values.start is keys.start
     return alike and values.cache is not keys.cache and _swaps_heads(values.x)
 

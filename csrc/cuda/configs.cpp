@@ -68,7 +68,7 @@ std::optional<DecodeConfig> choose_decode(int rows, int groups, int n, int kp, c
   const PlannerConstants& fitted = constants_of(gpu);
   const bool many_tiles =
       row_tiles >=
-      fitted.many_row_tiles;  // in each block: enough to make up for the longer start of more warps
+      fitted.many_row_tiles;  // each block has enough tiles to make up for the longer start of more warps
   const bool shares_better = many && many->value(kp) - few->value(kp) > fitted.better_share;
   if (shares_better && (many->passes < few->passes || many_tiles)) return many;
   return many_tiles ? *few : few->balanced();

@@ -129,9 +129,9 @@ def local(parameter: Tensor) -> Tensor:
 
 
 def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
-    """Puts this process's part in place of each DTensor parameter, or with `part` (spread) of each whole one.
+    """Replaces each DTensor parameter by this process's part of it, and returns the parameters as they were.
 
-    Returns the parameters as they were.
+    With `part` (of spread experts), each whole parameter is replaced by this process's experts.
     """
     before = dict(module._parameters)
     for name, p in before.items():

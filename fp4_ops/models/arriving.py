@@ -23,11 +23,12 @@ from .pack_experts import A_FORMATS, Quantizer, check_finite, choose_implementat
 class ArrivingExperts:
     """Packs each expert weight of a model on the meta device as soon as its values arrive.
 
-    `parameters` lists the weights that it packs. Experts that are modules, that processes share, or that
-    transformers ties by their names are not among them: `pack_experts` packs these once all have arrived.
+    `parameters` lists the weights that it packs. It leaves out three kinds of experts: those that are modules
+    of their own, those that several processes share, and those that transformers ties by name. `pack_experts`
+    packs these when all weights have arrived.
 
-    shared: parameters that transformers ties. same: maps the name of an experts module to the
-    first one with the same weights. These are packed once, when the first of their names arrives.
+    shared: parameters that transformers ties. same: maps the name of an experts module to the first one with
+    the same weights. Such weights are packed once, when the first of their names arrives.
     """
 
     def __init__(

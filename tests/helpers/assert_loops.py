@@ -1,4 +1,4 @@
-"""Loops with assertions; pytest writes those of test files anew, so they are not there."""
+"""Loops with assertions. They are not in a test file, because pytest rewrites assertions there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Denied(IncrementLoop):
 
 
 class OfExperts(IncrementLoop):
-    """Asserts about a value that nobody computes any more."""
+    """Asserts about a value that the rewritten graph no longer computes."""
 
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)

@@ -53,7 +53,7 @@ class Both:
         return self.compared(gm, inputs)
 
     def compared(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        """With the graph that was captured last."""
+        """Compare with the graph that was captured last."""
         self.capture(gm, inputs, whole=True)
         copied, whole = self.captured[False], self.captured[True]
         assert _operators(copied) == _operators(whole)
@@ -61,7 +61,7 @@ class Both:
         def compare(*args: Any) -> Any:
             results = []
             for graph in (copied, whole, gm):
-                # One clone for each memory: views of each other stay so.
+                # One clone for each memory, so that views of each other remain views.
                 again = [a.detach().clone() if isinstance(a, torch.Tensor) else a for a in args]
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(0)

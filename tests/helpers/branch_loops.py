@@ -1,4 +1,4 @@
-"""Loops over experts that skip those without rows, and those among them that must stay branches."""
+"""Loops over experts with a branch that skips those without rows, and loops whose branch must stay."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ class DoesOtherwiseInTraining(Loop):
 
 
 class DoesOtherwiseIfAskedFor(Loop):
-    """By an attribute that is a tensor."""
+    """The branch asks for an attribute that is a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ BRANCHES = [
     Returns, DoesOtherwise, DoesOtherwiseInTraining, FailsWithoutRows, ChangesTheMask, ChangesTheMaskBefore,
     ChangesTheMaskItIsMadeOf, MaskOrAnother,
 ]  # fmt: skip
-# They stay branches for reasons that one of those above has, too.
+# These stay branches, each for a reason that a loop above has, too.
 MORE_BRANCHES = [
     ACounter, ADictionaryOfTheCaller, AClosure, AGenerator, AnIterator, ATensorOfCounts, AWholeTensor,
     ReshapesTheRows, DoesOtherwiseIfAskedFor,

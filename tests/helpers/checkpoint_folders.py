@@ -1,4 +1,4 @@
-"""Folders as other tools write them, and what a model that was loaded from one must hold and compute."""
+"""Makes folders as other tools write them, with the values that a model loaded from one must have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loaded(path: Path, how: str, **options: Any) -> Any:
 
 
 def dequantised(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every 4-bit weight of a model as float32."""
+    """Return every 4-bit weight of a model as float32."""
     found = {n: m.dequantize() for n, m in model.named_modules() if isinstance(m, PackedWeight)}
     for name, p in model.named_parameters():
         if isinstance(p, FP4Tensor):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ByCounts(Loop):
-    """Right if the counts are those of the very ids that rows are taken by."""
+    """This is right if the counts are of the same ids that select the rows."""
 
     def counts(self, ids: Tensor, x: Tensor) -> list[int]:
         return torch.bincount(ids.flatten(), minlength=self.E).tolist()
@@ -88,7 +88,7 @@ class LastOfAComprehension(LengthOfAComprehension):
 
 
 class ComprehensionOfNumbers(LengthOfAComprehension):
-    """Each a row, whose place in the list counts."""
+    """Each entry is a row, and its place in the list matters."""
 
     def experts_of(self, x, ids, weights):
         order = ids.view(-1).argsort(stable=True)

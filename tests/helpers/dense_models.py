@@ -1,4 +1,4 @@
-"""Dense models: none has experts, many have weights and products that experts could have."""
+"""Dense models. None has experts, but many have weights and products like those of experts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class LatentAttention(nn.Module):
 
 @own("heads of the tokens that a topk kept", 12, 128)
 class PrunedTokens(nn.Module):
-    """A choice of tokens, but not for each matrix."""
+    """A choice of tokens that is the same for all matrices."""
 
     def __init__(self) -> None:
         super().__init__()

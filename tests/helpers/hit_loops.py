@@ -30,7 +30,7 @@ class Hits(Loop):
 
 
 class HitsByItem(Hits):
-    """As longcat_flash has it: with a branch in it, which is seen through first."""
+    """A loop as in longcat_flash. Its branch is removed first."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -46,7 +46,7 @@ class HitsByItem(Hits):
 
 
 class HitsInARow(HitsByItem):
-    """As nemotron_h has it."""
+    """A loop as in nemotron_h."""
 
     def hit(self, ids):
         return super().hit(ids).squeeze(-1)
@@ -96,7 +96,7 @@ class HitsThatChange(Hits):
 
 
 class HitsOfTokens(Loop):
-    """As many tokens as there are, not as many as there are experts."""
+    """The loop has a round for each token, not for each expert."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -217,7 +217,7 @@ class HitsDoubled(Loop):
 
 
 class HitsByTensor(Hits):
-    """As switch_transformers has it: what the loop is over stays a tensor of one element."""
+    """A loop as in switch_transformers: its variable stays a tensor of one element."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -298,7 +298,7 @@ class HitsByTensorAndRemembers(Hits):
 
 
 class HitsByTensorOfSeveral(Hits):
-    """`mask[t, 0]`: one of the choices."""
+    """Read `mask[t, 0]`, one of the choices."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -311,7 +311,7 @@ class HitsByTensorOfSeveral(Hits):
 
 
 class HitsByTensorsOfNoDimension(Hits):
-    """`mask[t]` has a dimension less."""
+    """Read `mask[t]`, which has one dimension fewer."""
 
     def hit(self, ids):
         return super().hit(ids).squeeze(-1)
@@ -327,7 +327,7 @@ class HitsByTensorsOfNoDimension(Hits):
 
 
 class HitsByTensorAndWrites(Hits):
-    """A copy where t is a tensor."""
+    """Read a copy: t is a tensor, so `mask[t]` is no view."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -398,7 +398,7 @@ class HitsAsRowsOfNumbers(Hits):
 
 
 class HitsInTheLastDimension(Hits):
-    """Masks of tokens: a token's choices are added up before."""
+    """The masks are of tokens, because the choices of a token are added up first."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -495,14 +495,14 @@ BRANCHES = [
     HitsOfCountsThatCancel, HitsAndCounts, HitsAndAdds, HitsAndRemembers, HitsAndStops,
     HitsOfACopyThatChanges, HitsAsNumbersThatAreCounted, HitsThatChangeTheirNumber,
 ]  # fmt: skip
-# They stay loops for reasons that one of those above has, too, or of a branch.
+# These stay loops, each for a reason that a loop or a branch above has, too.
 MORE_BRANCHES = [
     HitsByTensorAndCounts, HitsByTensorThatChange, HitsByTensorOfFactorsThatCancel,
     HitsByTensorOfCountsThatChanged, HitsByTensorAndRemembers, HitsByTensorOfAnotherMask, HitsByItemAndCounts,
     HitsOften, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled, HitsOfMoreThanOne, HitsOfNarrowCounts,
     HitsAsNumbersThatAreNumbered, HitsAsNumbersOfFewTokens,
 ]  # fmt: skip
-# Captured, and no mixture of experts: what they compute of the number differs from expert to expert.
+# These are captured, but are no mixture of experts: they compute something else for each expert's number.
 NUMBERS = [
     HitsByTensorAndReadsIt, HitsByTensorAndWrites, HitsAsTensors, HitsByItemAndReadsIt, HitsDoubled,
     HitsByTensorOfSeveral, HitsByTensorsOfNoDimension, HitsInTheLastDimension,

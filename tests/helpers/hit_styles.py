@@ -44,7 +44,7 @@ class OneByOneHitLoop(HitLoop):
 
 @style("loop over the experts that are hit, by name and up to a capacity (Switch)")
 class NamedHitLoop(ListStyle):
-    """Few tokens an expert and choice; those that come later pass it by."""
+    """Each expert takes few tokens for each choice. It skips the tokens that come later."""
 
     capacity = 1
 

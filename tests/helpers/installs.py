@@ -1,4 +1,4 @@
-"""Other people's packages, each set in a folder of its own: made once by `pip install --no-deps --target`."""
+"""Installs other people's packages, each set once into a folder of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CannotInstall(Exception):
 
 
 _missing: dict[str, CannotInstall] = {}
-"""Packages that pip could not get. It is asked once, because without a network it tries for long."""
+"""Packages that pip could not get. pip is asked only once, because it tries for long without a network."""
 
 
 def installed(name: str, requirements: tuple[str, ...]) -> Path:

@@ -32,7 +32,7 @@ def lookalike(reason: str, change: str = ""):
 
 
 def names(module: str) -> list[str]:
-    """The look-alikes of a file."""
+    """Return the look-alikes of a file."""
     return [name for name, (cls, *_) in CHANGES.items() if cls.__module__ == module]
 
 

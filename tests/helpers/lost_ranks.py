@@ -70,7 +70,7 @@ def error(call: Callable[[str], Any], name: str) -> list[Any]:
 def late(rank: int) -> dict[str, Any]:
     groups = {what: dist.new_group(timeout=timedelta(seconds=PATIENCE)) for what in CALLS}
     for what, group in groups.items():
-        CALLS[what](dist.group.WORLD.group_name)  # what takes long the first time has no short patience
+        CALLS[what](dist.group.WORLD.group_name)  # the first call may take longer than PATIENCE
         dist.barrier()
         CALLS[what](group.group_name)
     results = {}
@@ -100,7 +100,7 @@ def main() -> None:
     assert torch.equal(all_reduce(name), torch.full((5,), 3.0))
     results = late(rank) if sys.argv[2] == "late" else {"own": error(Model(), name)}
     (Path(sys.argv[1]) / f"rank{rank}.json").write_text(json.dumps(results))
-    if rank == 0:  # it holds the store, of which rank 2 asks who is missing
+    if rank == 0:  # this rank holds the store, which rank 2 asks who is missing
         end = time.monotonic() + 120
         while not (Path(sys.argv[1]) / "rank2.json").exists() and time.monotonic() < end:
             time.sleep(0.1)

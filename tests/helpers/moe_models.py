@@ -1,4 +1,4 @@
-"""Models of the compiler tests: tiny models of the families, and a block that can be got wrong."""
+"""Models for tests of the compiler: tiny models of the families, and a block with one thing changed."""
 
 from __future__ import annotations
 
@@ -68,8 +68,11 @@ def build(family: str, dtype: torch.dtype, implementation: str, **changes: Any) 
 
 
 def that_answers(family: str, **changes: Any) -> nn.Module:
-    """One that continues each prompt otherwise: its embeddings are of size one. Those of 0.02 that
-    transformers draws may be lost among biases, and then all prompts go on alike."""
+    """Return a model that continues each prompt in another way: its embeddings are of size one.
+
+    transformers draws embeddings of size 0.02. They may be lost among biases, and then all prompts continue
+    alike.
+    """
     model = build(family, torch.float32, "grouped_mm", **changes)
     nn.init.normal_(model.get_input_embeddings().weight)
     return model

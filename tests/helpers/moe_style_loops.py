@@ -1,4 +1,4 @@
-"""Loops over the experts, also such as skip those without rows. See moe_style_base.py."""
+"""Loops over the experts; some skip experts without rows. See moe_style_base.py."""
 
 from __future__ import annotations
 

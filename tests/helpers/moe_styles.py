@@ -1,7 +1,7 @@
 # ruff: noqa: F401, I001 (in the order of docs/support.md)
-"""Ways people write a Mixture-of-Experts layer, none of them with fp4_ops in mind, by kind.
+"""Ways in which people write a Mixture-of-Experts layer without thinking of fp4_ops, by kind.
 
-`STYLES` has all by name; what a style is, moe_style_base.py says.
+`STYLES` has all of them by name. moe_style_base.py says what a style is.
 """
 
 from moe_style_base import (

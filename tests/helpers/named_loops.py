@@ -55,7 +55,7 @@ OTHERS = [NamedByAMethod, NamedByItem, NamedWithTheirCounts]
 
 
 class NamedByTheFirstChoice(Named):
-    """An expert that is only somebody's second choice is left out."""
+    """The loop leaves out experts that are only second choices."""
 
     def named(self, ids):
         return ids[:, 0].unique()
@@ -77,7 +77,7 @@ class NamedIdsThatChange(Named):
 
 
 class NamedIdsThatChanged(Named):
-    """The loop is over what they were."""
+    """The loop is over the ids before they changed."""
 
     def named(self, ids):
         names = torch.unique(ids)

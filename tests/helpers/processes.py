@@ -17,7 +17,7 @@ import pytest
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a process that imports what is beside this file, also where PYTHONSAFEPATH is set."""
+    """Environment of a process that imports files beside this one, even if PYTHONSAFEPATH is set."""
     path = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path), **more}
 

@@ -1,4 +1,4 @@
-"""A backend that keeps what happened, and the arithmetic of twins. Needs nothing but torch and fp4_ops."""
+"""A backend that records what it rewrote, and the arithmetic of twins. It needs only torch and fp4_ops."""
 
 from __future__ import annotations
 

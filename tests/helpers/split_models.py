@@ -34,11 +34,11 @@ from fp4_ops.experts.find import is_experts
 from fp4_ops.integrations.transformers.quantizer import FP4Config
 
 without_inductor = mock.patch("torch._inductor.compile_fx.compile_fx", lambda gm, *_, **__: gm.forward)
-"""Runs the graphs that Inductor would compile: one situation here shows that it compiles them."""
+"""Runs the graphs instead of compiling them. One situation here shows that Inductor compiles them."""
 
 
 def prepared(seed: int = 0) -> Any:
-    """Other weights for each seed."""
+    """Return a model with weights that depend on the seed."""
     model, generator = load("bf16"), torch.Generator().manual_seed(seed)
     for module in filter(is_experts, model.modules()):
         module.down_proj.data = torch.randn(module.down_proj.shape, generator=generator)
@@ -274,4 +274,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
+    os._exit(0)  # a normal exit may abort, because a thread of gloo may still run then

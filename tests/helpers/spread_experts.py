@@ -2,7 +2,7 @@
 
 WAY: gloo, on the CPU; nccl, each rank on a GPU; nvlink, the same with a workspace.
 
-FOLDER gets `rank0.json`, ...: what became of each situation. All ranks draw the same weights and all ranks'
+FOLDER gets `rank0.json`, ...: the outcome of each situation. All ranks draw the same weights and all ranks'
 tokens, and compare their own rows with float64 over exactly dequantised weights.
 """
 
@@ -34,7 +34,7 @@ SEED = int(os.environ.get("FP4_TEST_SEED", "0"))
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ON_GPU = WAY != "gloo"
 QUANTISED = "fp8" if ON_GPU else "int8"
-"""Activations, where a test wants them so; on GPUs layout plain leaves them alone."""
+"""The `a_format` of tests with quantised activations. On GPUs, layout plain ignores it."""
 
 
 def cut(w: reference.Weight, own: range) -> tuple[Any, ...]:
@@ -96,9 +96,11 @@ class Case:
         return op(self.x[of], self.ids[of], self.weights[of], *self.operands(), **self.options(**more))
 
     def check(self, got: torch.Tensor, of: int) -> None:
-        """Against float64, and against one process in float32, to which only the order of sums may differ,
-        and codes that
-        are as near to one value as to the next."""
+        """Compare a result with float64, and with one process in float32.
+
+        The result of one process may differ in the order of sums, and in the codes of values half-way between
+        two codes.
+        """
         x, ids, weights = self.x[of], self.ids[of], self.weights[of]
         assert got.shape == x.shape and got.dtype == self.dtype, (got.shape, got.dtype)
         a_format = "int8" if self.a_format == "auto" else self.a_format
@@ -108,18 +110,18 @@ class Case:
         whole = (*self.w13.operands(), *self.w2.operands(), self.b13, self.b2)
         one = torch.ops.fp4.moe(x, ids, weights, *whole, **self.options(out_dtype=torch.float32)).double()
         typical = one.norm().item()
-        # On GPUs kernels for few and for many rows round what lies between to other dtypes.
+        # On GPUs, kernels for few rows and for many round intermediate values to different dtypes.
         factor = 3.0 if ON_GPU else 1.0
         assert_close(got, one, self.dtype, self.hidden * self.top_k, factor, typical=typical, more=between)
         want = reference.moe(*args, self.b2, **kwargs)
-        if ON_GPU:  # codes of what was rounded to bfloat16 before, of all dtypes
+        if ON_GPU:  # the values were rounded to bfloat16 before they got codes, whatever the dtype
             factor *= 4 if self.dtype == torch.float16 else 1
             between = reference.moe_between_codes(*args, **kwargs, near=2**-7)
         assert_close(got, want, self.dtype, self.hidden, 2 * factor, typical=typical, more=between)
 
 
 def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
-    """Each with the word "right", or what is wrong."""
+    """Return for each situation the word "right", or what is wrong."""
 
     def case(**named: Any) -> Case:
         return Case(rng, ranks, rank, **named)
@@ -165,7 +167,7 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
             same(case(experts=experts, counts=[count]))
 
     def same_tokens_of_which_few_differ():
-        """One near a tie between two experts, say, in the last bit: no reason to end."""
+        """Ranks may choose different experts for a token, as after a near tie. The call must not fail."""
         c = case(experts=5, counts=[9], ids=(0, 5))
         c.ids[0][4] = (c.ids[0][4] + rank) % 5
         got = c.call("same", 0)
@@ -221,7 +223,7 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
             [11] * ranks,
             [13 + r for r in range(ranks)],
             [21] * ranks,
-        ):  # no other size is such a number
+        ):  # none of these is the size of anything else
             c.x, c.counts = [torch.randn(t, c.hidden).to(DEVICE, c.dtype) for t in counts], counts
             c.ids = [torch.randint(0, 5, (t, c.top_k)).to(DEVICE) for t in counts]
             c.weights = [torch.rand(t, c.top_k).to(DEVICE) for t in counts]
@@ -338,7 +340,7 @@ def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
         try:
             function()
             results[function.__name__] = "no error"
-        except (RuntimeError, AssertionError) as reason:  # gloo's alone: GPUs exchange no words
+        except (RuntimeError, AssertionError) as reason:  # only with gloo: GPUs exchange no messages
             results[function.__name__] = str(reason)
     c.check(c.call("own", rank), rank)
     return results
@@ -362,4 +364,4 @@ def main() -> None:
 if __name__ == "__main__":
     with torch.no_grad():
         main()
-    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
+    os._exit(0)  # a normal exit may abort, because a thread of gloo may still run then

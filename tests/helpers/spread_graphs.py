@@ -206,7 +206,7 @@ def a_rank_without_tokens():
 
 
 def sums():
-    """All sizes and dtypes, twice with the same bits, one-shot and in two steps."""
+    """Sums of all sizes and dtypes, in one step and in two, give the same bits twice."""
     space = workspace.of(dist.group.WORLD.group_name)
     assert space is not None
     rank, name = dist.get_rank(), dist.group.WORLD.group_name
@@ -261,7 +261,7 @@ def more_than_the_workspace_holds():
 
 
 def a_larger_workspace():
-    """Graphs that hold the old one go on."""
+    """Graphs that hold the old workspace still run."""
     block, rank, name = Block(), dist.get_rank(), dist.group.WORLD.group_name
     generator = torch.Generator(DEVICE)
     generator.manual_seed(SEED + rank)

@@ -32,7 +32,7 @@ FAMILIES = sys.argv[3:]
 
 
 def exact(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """But for the order of float32 sums, of which a token or two may see more."""
+    """Bound of an error that comes from the order of float32 sums. One or two tokens may have more."""
     typical, whole = token_errors(got, want)
     return typical < 1e-5 and whole < 1e-3
 
@@ -423,4 +423,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
+    os._exit(0)  # a normal exit may abort, because a thread of gloo may still run then

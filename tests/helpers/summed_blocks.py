@@ -168,4 +168,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
+    os._exit(0)  # a normal exit may abort, because a thread of gloo may still run then

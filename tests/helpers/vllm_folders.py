@@ -21,7 +21,7 @@ YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 64,
 }  # fmt: skip
-"""GPT-OSS's positions, which vLLM takes no others for."""
+"""Rotary positions of GPT-OSS, the only ones that vLLM takes for it."""
 LAYERS = {"mixed": ("o_proj",), "linears": ("q_proj", "k_proj", "v_proj", "o_proj")}
 
 
@@ -86,7 +86,7 @@ def linears(path: Path) -> None:
 
 
 def distinct_scales(path: Path, names: tuple[str, ...]) -> None:
-    """Gives each of these layers another global scale."""
+    """Gives each of these layers a global scale of its own."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path / "model.safetensors")

@@ -68,7 +68,7 @@ def error(model: nn.Module, seed: int = 0, family: str = FAMILY) -> float:
 
 
 class Outer(nn.Module):
-    """As a training script's own module around a model."""
+    """A module around a model, as training scripts have one."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def fsdp_state_dicts():
 
 @situation
 def fsdp_of_converted_models():
-    """`.to(dtype)` leaves codes alone."""
+    """`.to(dtype)` does not change codes."""
     model = sharded()
     want = logits(model)
     model.to(torch.float64)
@@ -345,4 +345,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # without Python's end, where a thread of gloo's may still be there and C++ terminates
+    os._exit(0)  # a normal exit may abort, because a thread of gloo may still run then

@@ -1,4 +1,4 @@
-// What the instructions in csrc/sm80/ptx_sm80.cuh do, for the emulator: takes that file's place.
+// Replaces csrc/sm80/ptx_sm80.cuh in the emulator: the same functions, in C++.
 #pragma once
 
 #include <cstdint>
