@@ -85,8 +85,10 @@ def _is_view(node: torch.fx.Node) -> bool:
 
 
 def _operators(gm: torch.fx.GraphModule) -> collections.Counter:
-    """Operators on tensors, with the sizes of their results: but for views, and `getitem`, which takes one of
-    several results and may do so twice."""
+    """Count operators on tensors, with the sizes of their results.
+
+    Views do not count. Nor does `getitem`, which takes one of several results and may do so twice.
+    """
     return collections.Counter(
         (str(n.target), tuple(map(str, v.shape)), tuple(map(str, v.stride())))
         for n in gm.graph.nodes

@@ -1,4 +1,4 @@
-"""A prepared block of transformers. It has a file of its own, so that unpickling it imports no compile passes."""
+"""A prepared block of transformers, in a file of its own: unpickling it imports no compile passes."""
 
 from __future__ import annotations
 
