@@ -178,7 +178,7 @@ def test_narrow_experts_stay():
 class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(alike._MOST + 1))
+        self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(5))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -186,10 +186,11 @@ class Network(nn.Module):
         return x
 
 
-@pytest.mark.slow
-def test_whole_networks_stay():
+@pytest.mark.parametrize("most", [4, 5])
+def test_whole_networks_stay(most, monkeypatch):
+    monkeypatch.setattr(alike, "_MOST", most)
     recorder, _, _ = compiled(Gates(Network))
-    assert not recorder.ops
+    assert bool(recorder.ops) == (most == 5), recorder.sites
 
 
 @pytest.mark.slow
