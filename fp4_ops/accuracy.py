@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .meta.formats import FORMATS
+from .meta.text import first_line
 from .quantization.activations import ACTIVATION_MODES
 from .quantization.calibration import Calibration, calibrate
 from .quantization.evaluation import HEAD, Stored, evaluate
@@ -98,6 +99,7 @@ def _report(args: argparse.Namespace) -> None:
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
     """Loads the model with ordinary weights. Also returns the expert weights that are in 4 bits already."""
+    _check_name(args.model)
     from .integrations.transformers.reference import load_reference  # which imports transformers
 
     try:
@@ -114,6 +116,32 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
             "method quantises them a second time"
         )
     return model, stored
+
+
+def _check_name(model: str) -> None:
+    """Raises ValueError for a name that is no folder and that the hub cannot give. transformers would ask the
+    hub again and again, for a minute."""
+    if Path(model).is_dir():
+        return
+    from huggingface_hub import constants, get_session, try_to_load_from_cache
+    from huggingface_hub.utils import validate_repo_id
+
+    words = f"fp4: {model} is not a folder here"
+    try:
+        validate_repo_id(model)
+    except ValueError:
+        raise ValueError(
+            f"{words}, and it cannot be a name of the Hugging Face hub (ORGANISATION/MODEL)"
+        ) from None
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, "config.json"), str):
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception as error:  # of the hub's client, which was requests and is httpx
+        raise ValueError(
+            f"{words}, and the Hugging Face hub, which may have a model of this name, cannot be reached "
+            f"({constants.ENDPOINT}: {first_line(str(error))}). Give a local folder"
+        ) from None
 
 
 def _calibration(args: argparse.Namespace, model: nn.Module, methods: list[str]) -> Calibration | None:

@@ -11,7 +11,7 @@ import torch
 
 from .backends import available, multiplies_fp4
 from .backends.launchers import scaled
-from .meta.formats import FORMATS
+from .meta.formats import FORMATS, FP4_FORMATS
 from .meta.layouts import preferred_layout
 from .meta.text import in_short
 from .runtime import fitted, native, tuned
@@ -22,7 +22,9 @@ TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
     ("8.0", "8.6", "8.9", "10.0", "12.0", "12.1"), _COMPILED
 )
 """How kernels are tested, by compute capability (test_architectures.py, and tests marked `gpu`)."""
-_BY_CUDA = "FP4 rows on FP4 tensor cores, by CUDA kernels: compiled and emulated, not run by us"
+_FAILED = "not used: its first use on this GPU differs from the dequantised product"
+_FP4_ROWS = "FP4 rows on FP4 tensor cores"
+_BY_CUDA = "by CUDA kernels: compiled and emulated, not run by us"
 
 
 @dataclass(frozen=True)
@@ -171,13 +173,30 @@ def _gpus() -> tuple[Gpu, ...]:
 def _gpu_kernels() -> tuple[Kernels, ...]:
     if not torch.cuda.is_available():
         return ()
-    names = [backend.name for backend in available("cuda", torch.cuda.current_device())]
+    device = torch.cuda.current_device()
+    names = [b.name if b.trusted(device) else f"{b.name} ({_FAILED})" for b in available("cuda", device)]
     family = ", ".join(names) or "none: Triton is not installed, and no native kernels for this GPU are built"
     layout = preferred_layout("cuda", dtype=torch.bfloat16)
-    if multiplies_fp4("nvfp4", "nvfp4"):
-        by_cuda = scaled.built(torch.cuda.current_device())
-        family += f" ({_BY_CUDA if by_cuda else 'FP4 rows on FP4 tensor cores'})"
+    if any(multiplies_fp4(name, name) for name in FP4_FORMATS):
+        family += f" ({_fp4_rows(device)})"
     return (Kernels("cuda", family, "float32, bfloat16, float16, fp8, FP4", layout),)
+
+
+def _fp4_rows(device: int) -> str:
+    """Says which kernels multiply FP4 rows on FP4 tensor cores, by format if the formats differ."""
+    from .backends.triton.scaled import native
+
+    found = {
+        name: _BY_CUDA if native.runs(name, device) else "by Triton"
+        for name in FP4_FORMATS
+        if multiplies_fp4(name, name)
+    }
+    if not scaled.built(device):
+        return _FP4_ROWS
+    kinds = dict.fromkeys(found.values())
+    if len(kinds) == 1:
+        return f"{_FP4_ROWS}, {next(iter(kinds))}"
+    return f"{_FP4_ROWS}, " + "; ".join(f"{name} {by}" for name, by in found.items())
 
 
 def _constants() -> tuple[str, ...]:

@@ -76,7 +76,6 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
         place = places[target.attribute]
         check(owner, place, target, given, tensor)
         write(owner, place, target, tensor)
-        reset_slots(owner)
         return True
     held: Tensor | None = owner._parameters.get(rest)
     held = owner._buffers.get(rest) if held is None else held

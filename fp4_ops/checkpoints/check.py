@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..experts.find import form_of, is_experts
 from ..meta.text import first_line
-from .dialects import Dialect, stored_weights
+from .dialects import Dialect, StoredWeight, stored_weights
 from .files import INCOMPLETE, OTHER_MODEL, PREFIXED, CheckpointError, TensorInfo
 from .folder import Folder
 
@@ -51,6 +52,7 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
             )
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
         place(model, inside, tensors.values())
+        _check_others(folder, model, tensors, weights, set(where.values()))
     except CheckpointError as error:
         is_of_the_files = any(advice in str(error) for advice in (OTHER_MODEL, INCOMPLETE, PREFIXED))
         if is_of_the_files:
@@ -61,6 +63,69 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
             "they are in 4 bits; nothing was written. Load the original and call fp4_ops.prepare, or compile "
             "it with torch.compile(model, backend='fp4')"
         ) from None
+
+
+def _check_others(
+    folder: Folder,
+    model: nn.Module,
+    tensors: dict[str, TensorInfo],
+    weights: dict[str, StoredWeight],
+    filled: set[str],
+) -> None:
+    """Raises CheckpointError for weights of the model that no tensor of the result fills.
+
+    transformers is asked, with tensors on the meta device, because only it knows which may be missing. If it
+    cannot say, nothing is checked.
+    """
+    codes = {info.name for w in weights.values() for info in w.tensors}
+    state = {
+        n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items() if n not in codes
+    }
+    try:
+        info = _loading_info(folder, state)
+    except Exception:  # possible causes: remote code, a conversion that reads values
+        return
+    experts = {name for name, m in model.named_modules() if is_experts(m) or form_of(m)}
+    filled |= {n for n in info["missing_keys"] if n.endswith("bias") and n.rpartition(".")[0] in experts}
+    missing = sorted(info["missing_keys"] - filled)
+    if missing:
+        more = f" and {len(missing) - 3} more" * (len(missing) > 3)
+        raise CheckpointError(
+            f"fp4: {folder.path} has no values for {', '.join(missing[:3])}{more}, which the model of its "
+            f"config needs. {INCOMPLETE}"
+        )
+    for name, stored, wanted in info["mismatched_keys"]:
+        raise CheckpointError(
+            f"fp4: {name} of {folder.path} has shape {list(stored)}; the model's is {list(wanted)}. "
+            f"{OTHER_MODEL}"
+        )
+
+
+def _loading_info(folder: Folder, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """Has transformers load a state dict of the meta device, and returns what it says about missing keys."""
+    from transformers import AutoConfig
+    from transformers.utils import logging
+
+    from .families import model_class
+
+    config = AutoConfig.from_pretrained(folder.path)
+    for part in (config, config.get_text_config()):
+        if hasattr(part, "quantization_config"):  # the result is described by tensors here
+            del part.quantization_config
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        _, info = model_class(config).from_pretrained(
+            None, config=config, state_dict=state, device_map="meta", output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )  # fmt: skip
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+    return dict(info)
 
 
 def _in_no_layer(parameter: str, modules: dict[str, nn.Module]) -> bool:

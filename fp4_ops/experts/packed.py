@@ -476,6 +476,15 @@ def experts_forward(
     return run_experts(self, recipe, hidden_states, top_k_index, top_k_weights, tokens)
 
 
+def _lost(module: nn.Module, attribute: str) -> RuntimeError:
+    """Returns the error of an experts module that has lost a 4-bit weight."""
+    return RuntimeError(
+        f"fp4: {attribute} of {type(module).__name__} was deleted or replaced, and these experts run only "
+        "with a weight in 4 bits. Give new values to fp4_ops.update(model, name, tensor) or "
+        "model.load_state_dict, which quantise them; or load the model anew and prepare it"
+    )
+
+
 def run_experts(
     module: nn.Module,
     recipe: Recipe,
@@ -488,7 +497,9 @@ def run_experts(
     this process's experts."""
     form = recipe.form
     modules: Any = module._modules  # faster than `nn.Module.__getattr__`
-    w13, w2 = modules[form.gate_up], modules[form.down]
+    w13, w2 = modules.get(form.gate_up), modules.get(form.down)
+    if w13 is None or w2 is None:
+        raise _lost(module, form.gate_up if w13 is None else form.down)
     bias = getattr(module, form.gate_up_bias) if form.gate_up_bias else None
     down_bias = getattr(module, form.down_bias) if form.down_bias else None
     if recipe.part is not None:  # weights under FSDP are DTensors

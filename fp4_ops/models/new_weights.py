@@ -10,7 +10,8 @@ once, and its values are kept until the other arrives. Then both are quantised t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..experts.packed import Half, PackedWeight
 from ..meta.formats import FORMATS, known_activation
 from ..quantization.overwrite import LARGEST, Codes, check_memory, check_values
 from ..tensor import FP4Tensor
+from .expert_slots import reset_slots
 
 
 @dataclass(frozen=True)
@@ -230,6 +232,7 @@ def check(module: nn.Module, place: Place, target: Target, name: str, values: Te
 
 def write(module: nn.Module, place: Place, target: Target, values: Tensor) -> None:
     """Quantises checked values into their place."""
+    reset_slots(module)
     if target.expert is None:
         place.write_stack(values)
         return
@@ -246,10 +249,33 @@ def write(module: nn.Module, place: Place, target: Target, values: Tensor) -> No
 
 
 def take_new_weights(module: nn.Module) -> None:
-    """Makes `load_state_dict` of a 4-bit experts module quantise new values into place."""
+    """Makes `load_state_dict` and assignments of a 4-bit experts module quantise new values into place."""
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", None) is _take for hook in hooks):
         module.register_load_state_dict_pre_hook(_take)
+    cls = type(module)
+    if not hasattr(cls.__setattr__, "_fp4"):
+        cls.__setattr__ = _quantising(cls.__setattr__)  # type: ignore[assignment, method-assign]
+
+
+def _quantising(setter: Callable[[Any, str, Any], None]) -> Callable[[Any, str, Any], None]:
+    """Wraps `__setattr__` of a class of experts. nn.Module would put an assigned parameter in the place of a
+    PackedWeight, and 4-bit experts would have lost a weight."""
+
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, Tensor) and isinstance(
+            self.__dict__.get("_modules", {}).get(name), PackedWeight
+        ):
+            place, target = places_of(self).get(name), Target(name)
+            if place is not None:
+                with torch.inference_mode(False), torch.no_grad():
+                    check(self, place, target, f"{type(self).__name__}.{name}", value)
+                    write(self, place, target, value.detach())
+                return
+        setter(self, name, value)
+
+    __setattr__._fp4 = True  # type: ignore[attr-defined]
+    return functools.wraps(setter)(__setattr__)
 
 
 def _take(
@@ -258,6 +284,8 @@ def _take(
 ) -> None:  # fmt: skip
     """Quantises the values for 4-bit weights, and removes them from the state dict before torch reads it."""
     places = places_of(module)
+    if any(name.startswith(prefix) for name in state_dict):
+        reset_slots(module)  # codes and biases, which torch reads, may change, too
     taken: dict[str, list[Target]] = {}
     halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -304,6 +332,21 @@ def _has(module: nn.Module, name: str) -> bool:
     return any(first in names for names in (module._parameters, module._buffers, module._modules))
 
 
+def _could_be(places: dict[str, Place], values: Tensor) -> bool:
+    """Returns whether values have the shape of all experts' matrices, of one, of its gate or its up, or of
+    one of these transposed."""
+    if values.dim() not in (2, 3):
+        return False
+    *stack, n, k = values.shape
+    for place in places.values():
+        experts, rows, columns = place.shape
+        if stack and stack not in ([experts], [place.codes.packed.shape[0]]):
+            continue
+        if any(sorted((n, k)) == sorted((r, columns)) for r in {rows, rows // (1 + place.gated)}):
+            return True
+    return False
+
+
 def _given(
     module: nn.Module,
     places: dict[str, Place],
@@ -322,15 +365,18 @@ def _given(
                 f"fp4: the new values for {name} are a {type(values).__name__}, not a tensor; the weight "
                 "keeps its old values"
             )
-        elif places and NUMBERED.match(rest):
+        elif not isinstance(values, Tensor) or _has(module, rest) or not _could_be(places, values):
+            continue  # torch takes it, or lists it as unexpected
+        elif NUMBERED.match(rest):
             error_msgs.append(
-                f"fp4: {name} is a tensor of one expert, and no matrix of it that is known here "
+                f"fp4: {name} has the shape of an expert's matrix, and no name that is known here "
                 f"({', '.join(MATRICES)}); the experts are in 4 bits, and keep their old values"
             )
-        elif places and isinstance(values, Tensor) and values.dim() > 1 and not _has(module, rest):
+        else:
             error_msgs.append(
-                f"fp4: {name} is the name of no weight of these experts, which are in 4 bits, and keep their "
-                f"old values. Their weights are {' and '.join(prefix + a for a in places)}"
+                f"fp4: {name} has the shape of a weight of these experts, and the name of none; they are in "
+                f"4 bits, and keep their old values. Their weights are "
+                f"{' and '.join(prefix + a for a in places)}"
             )
 
 

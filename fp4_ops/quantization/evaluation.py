@@ -33,8 +33,8 @@ class Row:
     perplexity: float
     ratio: float
     """Perplexity divided by that of the original model."""
-    ratio_error: float
-    """Standard error of the ratio, from how much the windows differ from each other."""
+    ratio_error: float | None
+    """Standard error of the ratio, from how much the windows differ from each other. One window has none."""
     kl: float
     """Mean over positions of KL(original || this), in nats."""
     agreement: float
@@ -43,9 +43,10 @@ class Row:
     """Time to quantise the weights."""
 
     def __str__(self) -> str:
+        error = "-" if self.ratio_error is None else f"{self.ratio_error:.5f}"
         return (
             f"{self.format:8} {self.method:15} {self.activations:11} {self.perplexity:10.4f} "
-            f"{self.ratio:8.5f} {self.ratio_error:7.5f} {self.kl:9.6f} {100 * self.agreement:7.2f}% "
+            f"{self.ratio:8.5f} {error:>7} {self.kl:9.6f} {100 * self.agreement:7.2f}% "
             f"{self.seconds:7.2f} s"
         )
 
@@ -104,7 +105,8 @@ def evaluate(
     activations that the operators would use, so every combination runs on any device. The rest of the model
     runs in its own dtype. W4A4 uses the weights' own format.
 
-    tokens: int64 [windows, length], on the model's device.
+    tokens: int64 [windows, length], on the model's device. A window has at least 2 tokens, because all but
+        its first are predicted.
     calibration: without it, methods that need it are left out.
     on_row: is called with each row when it is ready.
     stored: codes by module, if the model's weights come from a 4-bit checkpoint. They get rows of method
@@ -114,6 +116,11 @@ def evaluate(
     not change. Extra memory: the packed weights, and up to 4 GiB of logits.
     """
     combinations = _combinations(formats, methods, activations, calibration)
+    if tokens.dim() != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2:
+        raise ValueError(
+            f"fp4: tokens is {list(tokens.shape)}; it must be [windows, length], with a window or more of 2 "
+            "tokens or more: all but the first are predicted"
+        )
     refused = None
     try:
         modules = experts_modules(model)
@@ -125,7 +132,8 @@ def evaluate(
     result = Evaluation(comparison.positions, dtype)
 
     def add(names: tuple[str, str, str], arithmetics: list[Arithmetic], seconds: float) -> None:
-        result.rows.append(Row(*names, *comparison.score(arithmetics), seconds))
+        perplexity, ratio, error, kl, agreement = comparison.score(arithmetics)
+        result.rows.append(Row(*names, perplexity, ratio, error, kl, agreement, seconds))
         if on_row is not None:
             on_row(result.rows[-1])
 
@@ -243,7 +251,7 @@ class _Comparison:
             self._kept[index] = logits
         return logits
 
-    def score(self, arithmetics: Sequence[Arithmetic]) -> tuple[float, float, float, float, float]:
+    def score(self, arithmetics: Sequence[Arithmetic]) -> tuple[float, float, float | None, float, float]:
         """Returns (perplexity, ratio, its standard error, KL, agreement).
 
         The first call must pass no experts.
@@ -265,5 +273,5 @@ class _Comparison:
             self._nll = means[:, 0]
         more = means[:, 0] - self._nll
         ratio = math.exp(more.mean().item())
-        error = ratio * (more.std() / math.sqrt(len(more))).item() if len(more) > 1 else math.nan
+        error = ratio * (more.std() / math.sqrt(len(more))).item() if len(more) > 1 else None
         return math.exp(nll), ratio, error, kl, same

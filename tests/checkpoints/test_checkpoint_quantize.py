@@ -65,6 +65,33 @@ def test_a_result_that_cannot_be_loaded_is_not_written(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+LACKING = {
+    "model.norm.weight": lambda t: None,
+    "lm_head.weight": lambda t: None,
+    "model.layers.1.self_attn.q_proj.weight": lambda t: None,
+    "model.layers.1.mlp.gate.weight": lambda t: t[:, 1:].contiguous(),
+    "experts": lambda t: None,  # those of a layer
+}
+
+
+@pytest.mark.parametrize("name", LACKING)
+def test_a_source_that_lacks_weights_outside_the_experts_is_refused(name, tmp_path):
+    """As after a download without a shard and without the index: the result could not be loaded."""
+    tiny().save_pretrained(tmp_path / "bf16")
+    file = tmp_path / "bf16" / "model.safetensors"
+    tensors = load_file(file)
+    for key in [k for k in tensors if k == name or f"layers.0.mlp.{name}." in k]:
+        changed = LACKING[name](tensors.pop(key))
+        tensors |= {} if changed is None else {key: changed}
+    save_tensors(file.parent, tensors)
+    words = "has shape .* the model's is" if name.endswith("gate.weight") else "has no values for"
+    for formats in ({}, {"attention": "mxfp4"}):
+        with pytest.raises(CheckpointError, match=rf"{words}.*Nothing was written") as error:
+            quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False, **formats)
+        assert name in str(error.value)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", [
     *STACKED, *OWN_CODE[:2], *(pytest.param(f, marks=pytest.mark.more) for f in (*OWN_CODE[2:], *OTHERS)),
 ])  # fmt: skip

@@ -158,10 +158,11 @@ def test_what_does_not_fit_is_refused_by_name():
         with pytest.raises(ValueError, match=words) as error:
             fp4_ops.update(old, key, values)
         assert key in str(error.value)
-    with pytest.raises(RuntimeError, match="no matrix of it that is known"):
-        old.load_state_dict({f"{name}.0.middle.weight": torch.ones(2, 2)}, strict=False)
-    with pytest.raises(RuntimeError, match=f"name of no weight of these experts.*{name}.down_proj"):
-        old.load_state_dict({f"{name}.w13_weight": torch.ones(2, 2)}, strict=False)
+    for shape in ((n, k), (n // 2, k), (k, n)):
+        with pytest.raises(RuntimeError, match="the shape of an expert's matrix, and no name that is known"):
+            old.load_state_dict({f"{name}.0.middle.weight": torch.ones(shape)}, strict=False)
+        with pytest.raises(RuntimeError, match=f"shape of a weight of these experts.*{name}.down_proj"):
+            old.load_state_dict({f"{name}.w13_weight": torch.ones(e, *shape)}, strict=False)
     for odd in (nan.numpy(), list(nan)):
         with pytest.raises(RuntimeError, match=r"a (ndarray|list), not a tensor"):
             old.load_state_dict({f"{name}.gate_up_proj": odd}, strict=False)
@@ -183,6 +184,54 @@ def test_what_does_not_fit_is_refused_by_name():
         old.load_state_dict(state | given)
     with pytest.raises(RuntimeError, match="twice"):
         old.load_state_dict(before | given)
+
+
+def test_tensors_that_could_be_no_weight_are_unexpected_keys_as_in_torch():
+    old = build("qwen3_moe", torch.float32, "grouped_mm")
+    fp4_ops.prepare(old)
+    before = copy.deepcopy(old.state_dict())
+    name, owner = next((n, m) for n, m in old.named_modules() if is_experts(m))
+    n, k = owner.gate_up_proj.packed.shape[1], owner.gate_up_proj.k
+    extra = {
+        f"{name}.lora_A.default.weight": torch.ones(4, k), f"{name}.0.lora_B": torch.ones(n, 4),
+        f"{name}.0.gate_proj.input_scale": torch.ones(()), f"{name}.steps": torch.ones(3),
+        f"{name}.3.middle.weight": torch.ones(3, 5), f"{name}.routed": torch.ones(99, n, k),
+    }  # fmt: skip
+    assert sorted(old.load_state_dict(extra, strict=False).unexpected_keys) == sorted(extra)
+    assert (
+        differing(old, copy.deepcopy(old))
+        == []
+        == [n for n, t in before.items() if not t.equal(old.state_dict()[n])]
+    )
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        old.load_state_dict(before | extra)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_parameter_that_is_assigned_is_quantised_into_place(family):
+    old = build(family, torch.float32, "grouped_mm")
+    new = renewed(old)
+    want = copy.deepcopy(new)
+    fp4_ops.prepare(old)
+    fp4_ops.prepare(want)
+    where = {name: t.data_ptr() for name, t in old.state_dict().items() if "_extra" not in name}
+    for owner, source in new.named_modules():
+        for name, p in source.named_parameters(recurse=False):
+            if is_experts(source) and p.dim() == 3:
+                setattr(old.get_submodule(owner), name, nn.Parameter(p.detach().clone()))
+            else:
+                old.get_parameter(f"{owner}.{name}").data.copy_(p)
+    assert differing(old, want) == []
+    assert {name: t.data_ptr() for name, t in old.state_dict().items() if name in where} == where
+    module = next(m for m in old.modules() if is_experts(m))
+    nan = next(m for m in new.modules() if is_experts(m)).gate_up_proj * torch.nan
+    for values, words in ((torch.ones(2, 3), "it must be"), (nan.detach(), "NaN")):
+        with pytest.raises(ValueError, match=f"Experts.gate_up_proj .*{words}"):
+            module.gate_up_proj = nn.Parameter(values)
+    assert differing(old, want) == []
+    del module.gate_up_proj
+    with pytest.raises(RuntimeError, match=r"gate_up_proj of \w*Experts was deleted .* fp4_ops.update"):
+        old(input_ids=torch.randint(0, 60, (1, 4)))
 
 
 def test_compiled_models_see_new_values_and_nothing_grows():

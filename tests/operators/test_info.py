@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import pytest
@@ -43,6 +45,30 @@ def test_info_names_the_gpu():
         "hopper, triton",
         "mma, triton",
     )
+
+
+def test_info_says_which_kernels_failed_their_check(monkeypatch):
+    """Of a GPU that is pretended: what its first use found decides, not what was built."""
+    module = sys.modules["fp4_ops.info"]
+    native = importlib.import_module("fp4_ops.backends.triton.scaled.native")
+    right = {"mma": True, "triton": True, "nvfp4": True, "mxfp4": True}
+    backends = [SimpleNamespace(name=n, trusted=lambda _, n=n: right[n]) for n in ("mma", "triton")]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "available", lambda *_: backends)
+    monkeypatch.setattr(module, "preferred_layout", lambda *_, **__: "plain")
+    monkeypatch.setattr(module, "multiplies_fp4", lambda *_: True)
+    monkeypatch.setattr(module.scaled, "built", lambda _: True)
+    monkeypatch.setattr(native, "runs", lambda format, _: right[format])
+
+    def family() -> str:
+        return module._gpu_kernels()[0].family
+
+    assert family().startswith("mma, triton (FP4 rows on FP4 tensor cores, by CUDA kernels")
+    right["mxfp4"] = False
+    assert "nvfp4 by CUDA kernels" in family() and "mxfp4 by Triton" in family()
+    right["nvfp4"] = right["mma"] = False
+    assert "by Triton" in family() and "CUDA" not in family() and "mma (not used: its first use" in family()
 
 
 def test_the_command_prints_it():

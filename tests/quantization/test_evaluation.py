@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import time
 
 import checkpoint_samples
 import moe_models
@@ -110,6 +111,16 @@ def test_rows_are_those_of_prepared_models():
         ]
         error = (nll[1] - nll[0]).std().item() / 5**0.5
         assert r.ratio_error == pytest.approx(error, rel=0.05)
+
+
+@torch.no_grad()
+def test_one_window_has_no_standard_error(model):
+    arguments = {"formats": ["nvfp4"], "methods": ["rtn"], "activations": ["bf16"]}
+    table = evaluate(model, moe_models.tokens(1, 12), **arguments)
+    assert [r.ratio_error for r in table.rows] == [None] * 3 and "nan" not in str(table)
+    json.loads(table.to_json(), parse_constant=pytest.fail)
+    with pytest.raises(ValueError, match=r"tokens is \[3, 1\]; it must be \[windows, length\]"):
+        evaluate(model, moe_models.tokens(3, 1), **arguments)
 
 
 @torch.no_grad()
@@ -277,8 +288,18 @@ def test_commands(tmp_path, capsys):
 
 def test_commands_say_in_a_line_what_is_not_there(tmp_path, monkeypatch):
     given = str(tmp_path / "none")
-    with pytest.raises(SystemExit, match=r"none cannot be loaded: .* It must be a local folder"):
-        main(["report", given, "--device", "cpu"])
+    for name in (given, "./none", "a/b/none"):
+        with pytest.raises(SystemExit, match=r"none is not a folder here, and it cannot be a name of the"):
+            main(["report", name, "--device", "cpu"])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    start = time.monotonic()
+    for command in (["report", "nobody/none"], ["eval", "none", "--text", given]):
+        with pytest.raises(
+            SystemExit, match=r"none is not a folder here, .* cannot be reached \(http.*local"
+        ):
+            main([*command, "--device", "cpu"])
+    assert time.monotonic() - start < 5
     with pytest.raises(SystemExit, match="device is 'nowhere', which is not there"):
         main(["eval", given, "--text", given, "--device", "nowhere"])
     with pytest.raises(SystemExit, match="device is 'nowhere', which is not there"):
