@@ -34,8 +34,7 @@ import fp4_ops  # noqa: F401  loads the operators
 from fp4_ops.backends.launchers import library
 from fp4_ops.backends.launchers import rows as row_kernels
 from fp4_ops.dev import decode, planner
-from fp4_ops.dev.int4 import Int4Weight
-from fp4_ops.dev.product import NativeWeight
+from fp4_ops.dev.product import Int4Weight, NativeWeight
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.meta.layouts import LAYOUTS
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from fp4_ops.backends.launchers.library import multiprocessors
 from fp4_ops.dev import planner
-from fp4_ops.dev.int4 import Int4Weight
-from fp4_ops.dev.product import NativeWeight, Routing
+from fp4_ops.dev.product import Int4Weight, NativeWeight, Routing
 
 FORMATS = {16: "nvfp4", 32: "mxfp4"}
 INT4_FORMATS = {128: "int4", 64: "int4_g64", 32: "int4_g32"}

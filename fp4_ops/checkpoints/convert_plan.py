@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..meta.formats import FORMATS
-from ..models.outside_experts import Kind
+from ..models.outside_experts import Kind, kind_of
 from .check import Header
 from .dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
 from .files import DAMAGED, INCOMPLETE, CheckpointError, TensorInfo
 from .folder import Folder
-from .outside import find_outside, is_linear
 from .source import MATRIX, PARTNER, eight_bits, stack_of
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Plan:
                 + ": nothing was written. If it is a Mixture of Experts, load it and compile it with "
                 "torch.compile(model, backend='fp4')"
             )
-        self.outside = find_outside(folder, kinds)
+        self.outside = _find_outside(folder, kinds)
         k: dict[str, set[int]] = {}
         for name, own in [*((n, format) for n in (*singles, *self.stacks)), *self.outside.items()]:
             k.setdefault(own, set()).add(self._check(tensors[name], own))
@@ -173,7 +172,7 @@ class Plan:
         for name, format in self.outside.items():
             targets.setdefault(format, []).append(name.removesuffix(".weight"))
         groups = [(self.dialects[format], names) for format, names in targets.items()]
-        linears = (n for n in self.folder.tensors if is_linear(self.folder, n) and n not in self.outside)
+        linears = (n for n in self.folder.tensors if _is_linear(self.folder, n) and n not in self.outside)
         return describe(groups, sorted(n.removesuffix(".weight") for n in linears))
 
     def layers(self, file: Path, calibrated: CalibratedLayers) -> set[int]:
@@ -231,3 +230,27 @@ def outputs_of(name: str, shape: tuple[int, ...], dialect: Dialect) -> list[Head
         block_scale = torch.empty((*rows, format.num_blocks(k)), dtype=format.scale_dtype)
     codes = Codes(packed, block_scale, torch.ones(()) if format.has_global_scale else None)
     return [(key, t.dtype, tuple(t.shape)) for key, t in encode(name, codes, dialect).items()]
+
+
+# --- linear layers outside the experts ---
+
+
+def _is_linear(folder: Folder, name: str) -> bool:
+    """True for the weight of a linear layer outside the experts."""
+    matrix = name.endswith(".weight") and len(folder.tensors[name].shape) == 2
+    return matrix and not MATRIX.match(name) and "embed" not in name
+
+
+def _find_outside(folder: Folder, formats: Mapping[Kind, str]) -> dict[str, str]:
+    """Map the names of the weights of some kinds to their formats.
+
+    Raises CheckpointError for a kind that has no weight.
+    """
+    linears = {name: kind_of(name) for name in folder.tensors if _is_linear(folder, name)}
+    for kind in formats:
+        if kind not in linears.values():
+            tied = " (one that shares the embeddings' weight has none of its own)" * (kind == "head")
+            raise CheckpointError(
+                f"fp4: {folder.path} has no linear layer of kind {kind!r}{tied}. Leave it out"
+            )
+    return {name: formats[kind] for name, kind in linears.items() if kind is not None and kind in formats}

@@ -115,6 +115,15 @@ def run(
     launch(kernel, x, x_scale, w, w.global_scale, route, routing, rows, out, gate, early, config, leaves_rest)
 
 
+def run_int4(
+    x: Tensor, x_scale: Tensor, w: Int4Weight, route: Tensor | None, routing: Routing, rows: int, out: Tensor,
+    *, gate: Activation | None = None, early: bool = False, config: int = CHOOSE,
+) -> None:  # fmt: skip
+    """Launches csrc/sm90/prefill_int4.cu, as `run`. x is e4m3 [M, kp]; weights are rounded to e4m3."""
+    kernel = {128: "int4", 64: "int4_g64", 32: "int4_g32"}[w.group]
+    launch(kernel, x, x_scale, w, w.factor, route, routing, rows, out, gate, early, config)
+
+
 @functools.cache
 def candidates(kernel: str = "w4a8") -> list[str]:
     """Describes the candidates that `config` of `run` chooses from. `kernel` is one of KERNELS."""

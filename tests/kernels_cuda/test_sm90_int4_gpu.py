@@ -27,7 +27,7 @@ from test_sm90_gpu import (
 import fp4_ops
 from fp4_ops.meta.layouts import LAYOUTS
 
-decode, int4 = development("decode"), development("int4")
+decode, prefill, product = map(development, ("decode", "prefill", "product"))
 
 __all__ = ["pytestmark"]
 
@@ -70,7 +70,7 @@ def test_every_int4_candidate(shape, format, config):
     bias = torch.randn(groups, n, device="cuda")
     packed = torch.ops.fp4.prepack(codes, scale, None, format, "sm90_int4")
     padded = LAYOUTS["sm90_int4"].padded(k)
-    w = int4.Int4Weight(*packed, reference.BLOCK[format], bias, groups, n, padded)
+    w = product.Int4Weight(*packed, reference.BLOCK[format], bias, groups, n, padded)
     folded = reference.fold_int4(codes, scale, format)
     exact = torch.ops.fp4.dequantize(codes, scale, None, format, torch.float64)
     counts = torch.tensor([0, 1, 64, 65, 160, 161, 193, 300, 385], device="cuda")
@@ -81,7 +81,7 @@ def test_every_int4_candidate(shape, format, config):
     a, a_scale = torch.ops.fp4.quantize_fp8(torch.randn(m, k, device="cuda").bfloat16(), layout="sm90")
     values = plain_order(a)[:, :k].double() * a_scale[:, None].double()
     out = torch.full((m, n), float("nan"), device="cuda")
-    int4.run(a, a_scale, w, counts.cumsum(0).int(), decode.Routing.OFFS, m, out, config=config)
+    prefill.run_int4(a, a_scale, w, counts.cumsum(0).int(), decode.Routing.OFFS, m, out, config=config)
     assert error(out, by_row(folded, values, ids) + bias[ids].double()) < sums(k)
     assert error(out - bias[ids], by_row(exact, values, ids)) < FOLD
 
