@@ -78,12 +78,12 @@ def __getattr__(name: str) -> object:
     return module if own is None else getattr(module, own)
 
 
-# --- the dispatcher: an operator's Python kernel costs most of a small call's time, so it is passed by ---
+# --- the dispatcher: small calls skip an operator's Python kernel, which would take most of their time ---
 
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 no_torch_function = torch._C._disabled_torch_function_impl
-"""A tensor subclass with this runs no Python for the functions of torch."""
+"""As `__torch_function__` of a tensor subclass: torch's functions then run no Python for it."""
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 asks_for_gradient = torch._C._any_requires_grad
 in_functorch = torch._C._are_functorch_transforms_active

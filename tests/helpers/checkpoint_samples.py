@@ -74,7 +74,7 @@ def nvfp4_pack(name: str, n: int, k: int, factor: float) -> tuple[dict[str, Tens
         f"{name}.weight_scale": scale,
         f"{name}.weight_global_scale": divisor,
     }
-    # float32: what dividing by it means where factors multiply
+    # The dialect divides by this number; the operators multiply by its reciprocal, a float32.
     return tensors, times_blocks(code_values(packed), scale.double(), 16) * (1.0 / divisor).double()
 
 

@@ -76,7 +76,7 @@ def divided(holder: Any, kind: str) -> Any:
 
 
 def expected(holder: Any, kind: str, format: str) -> str:
-    """Why it is refused, in a few of the words; "" if it is right."""
+    """Return some words of the error that must refuse it, or "" if nothing is wrong."""
     ranks, experts = dist.get_world_size(), holder.experts
     if kind == "spread":
         return f"{experts.num_experts} experts must be a multiple" if experts.num_experts % ranks else ""
@@ -120,7 +120,7 @@ def of_all(t: Tensor) -> Tensor:
 def seen_by_all(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float = 1.0, **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention to the keys of all ranks, each with as many."""
+    """Causal attention to the keys of all ranks. Each rank has the same number of keys."""
     ranks, rank, n = dist.get_world_size(), dist.get_rank(), query.shape[2]
     key, value = (of_all(t).repeat_interleave(module.num_key_value_groups, 1) for t in (key, value))
     causal = torch.arange(ranks * n) <= (torch.arange(n) + rank * n)[:, None]

@@ -122,7 +122,7 @@ def a_full_state_dict_after_fully_shard():
     fully_shard(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = copy.deepcopy(get_model_state_dict(model, options=options))
-    if dist.get_rank() == 0:  # who alone gets it
+    if dist.get_rank() == 0:  # only this rank gets the state
         other.load_state_dict(state)
         return relative_error(logits(other), want)
     return 0.0
@@ -172,7 +172,7 @@ def an_fp4_tensor_that_is_split():
 @situation
 @without_inductor
 def the_backend_with_sharded_experts():
-    """Experts in plain PyTorch, one tensor of them split: what the backend leaves alone stays right."""
+    """The backend leaves experts alone if one of their tensors is split. Their results stay right."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     w13, w2 = torch.randn(4, 2 * 32, 64) / 8, torch.randn(4, 64, 32) / 6
@@ -200,7 +200,7 @@ def the_backend_with_sharded_experts():
 
 
 class LocalExperts(nn.Module):
-    """As torchtitan's: this process's experts by `to_local()`, other tokens' weights zero, then an
+    """Experts as in torchtitan: this process's experts by `to_local()`, zero weights for other tokens, then an
     all-reduce."""
 
     def __init__(self, mesh: Any, also: bool = False):

@@ -110,7 +110,7 @@ class Stack:
         for part in parts:
             rows = slice(start, start + part.packed.shape[0])
             for place, tensor in ((packed[rows], part.packed), (scale[rows], part.block_scale)):
-                if place.data_ptr() != tensor.data_ptr():  # else it arrived there
+                if place.data_ptr() != tensor.data_ptr():  # else it was read into its place
                     byte_view(place).copy_(byte_view(tensor))
             start = rows.stop
         if first.global_scale is not None:

@@ -200,7 +200,7 @@ cudaError_t set_attribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 
-// Code that overlaps, as of compute capability 9.0.
+// Reports compute capability 9.0, whose kernels may overlap.
 template <class Kernel>
 cudaError_t func_attributes(cudaFuncAttributes* attributes, Kernel) {
   attributes->ptxVersion = 90;
