@@ -200,7 +200,7 @@ def the_backend_with_sharded_experts():
 
 
 class LocalExperts(nn.Module):
-    """Experts as in torchtitan: this process's experts by `to_local()`, zero weights for other tokens, then an
+    """Experts as in torchtitan: those of this process by `to_local()`, zero weights for other tokens, and an
     all-reduce."""
 
     def __init__(self, mesh: Any, also: bool = False):
