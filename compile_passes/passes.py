@@ -33,7 +33,7 @@ from .emit.mixture import Emitter
 from .emit.products import EveryUse, batched_products, linear_layers, write_product
 from .emit.writer import Writer, kernel
 from .graph.dead_code import erase_unused, read_past_writes, sweep
-from .graph.nodes import FLOATING, PRODUCTS, Canon, aten, is_op, reached, unswap, value
+from .graph.nodes import FLOATING, Canon, aten, is_op, nearest_products, unswap, value
 from .graph.strides import allow_any_strides
 from .index.reader import Reader
 from .index.terms import interning
@@ -295,9 +295,7 @@ def _is_told(found: Refusal, downs: list[fx.Node], by_product: set[fx.Node]) -> 
     products, or the ones before a step that is no activation."""
     about = set(downs)
     if found.kind in (Kind.BETWEEN, Kind.SUM_BETWEEN):
-        inputs = [n for down in downs for n in down.all_input_nodes]
-        before = reached(inputs, lambda n: () if is_op(n, *PRODUCTS) else n.all_input_nodes)
-        about |= {n for n in before if is_op(n, *PRODUCTS)}
+        about |= nearest_products(n for down in downs for n in down.all_input_nodes)
     return not by_product.isdisjoint(about)
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from ...meta.layouts import LAYOUTS, preferred_layout
 from ...models.outside_experts import kind_of
-from ..graph.nodes import PRODUCTS, aten, is_op, operand, reached, shape, static_int, value
+from ..graph.nodes import PRODUCTS, aten, is_op, nearest_products, operand, shape, static_int, value
 from ..index.ids import nonnegative
 from ..index.reader import Reader
 from ..index.terms import Ref
@@ -100,7 +100,7 @@ def batched_products(
             packed[b.node] = writer.pack(b.experts, _layout(b, writer.options), b.node)
             if not b.shared:
                 made_of[b.node] = _before(b, search, nodes)
-                for product in _nearest_products(b.a) & written.keys():
+                for product in nearest_products([b.a]) & written.keys():
                     raise Refused(Refusal(Kind.WRITTEN, product, (written[product],)))
         except Refused as why:
             stays[b.node] = why.refusal
@@ -119,12 +119,6 @@ def batched_products(
             yield stays[b.node]
         elif b.node not in stays and (b.node in wanted or not b.shared):
             yield _write_batched(writer, b, packed[b.node])
-
-
-def _nearest_products(node: fx.Node) -> set[fx.Node]:
-    """Return the products that these rows are computed from."""
-    found = reached([node], lambda n: () if is_op(n, *PRODUCTS) else n.all_input_nodes)
-    return {n for n in found if is_op(n, *PRODUCTS)}
 
 
 def _layout(b: Batched, options: Options) -> str:

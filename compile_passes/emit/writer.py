@@ -62,11 +62,6 @@ class Activations(NamedTuple):
     def __str__(self) -> str:
         return f"{self.format} ({self.why})"
 
-    @property
-    def are_quantised(self) -> bool:
-        """Return whether a single product needs them quantised. `fp4::moe` quantises its own."""
-        return self.format in ("int8", "fp8", *FP4_FORMATS)
-
 
 class QuantisedRows(NamedTuple):
     """Activations of one product, as arguments of the operators."""
@@ -117,14 +112,15 @@ class Writer:
 
         format: the format that they will get. None means the experts' format.
         """
-        v = value(like)
+        v, stored = value(like), self.facts.stored.get(like)
         return preferred_layout(
             v.device.type,
             *shapes,
             dtype=v.dtype,
-            format=self.facts.format_of(like, format or self.options.format),
+            format=stored.way.format if stored is not None else format or self.options.format,
             a_format=self.options.wanted,
-            batch_invariant=self.options.batch_invariant or self.facts.is_batch_invariant(like),
+            batch_invariant=self.options.batch_invariant
+            or (stored is not None and stored.way.batch_invariant),
         )
 
     def pack(
@@ -200,7 +196,7 @@ class Writer:
 
     def quantised(self, a: fx.Node, activations: Activations, layout: str) -> QuantisedRows:
         """Return rows of one product and their scales, for products with weights in this layout."""
-        if not activations.are_quantised:
+        if activations.format not in ("int8", "fp8", *FP4_FORMATS):
             return QuantisedRows(a)
         if activations.format in FP4_FORMATS:
             return self._in_fp4(a, activations.format)

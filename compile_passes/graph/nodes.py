@@ -280,6 +280,12 @@ def reached(
     return found
 
 
+def nearest_products(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the products among `nodes`, and the nearest ones that the others are computed from."""
+    found = reached(nodes, lambda n: () if is_op(n, *PRODUCTS) else n.all_input_nodes)
+    return {n for n in found if is_op(n, *PRODUCTS)}
+
+
 def behind(*nodes: fx.Node) -> dict[fx.Node, None]:
     """Return nodes, and everything that they are computed from."""
     return reached(nodes, lambda node: node.all_input_nodes)

@@ -125,10 +125,6 @@ class Reader:
         other._products_before = self._products_before
         return other
 
-    @property
-    def understood(self) -> Collection[Any]:
-        return READERS.keys()
-
     def _read(self, node: fx.Node, level: int) -> Value:
         if node.op != "call_function" or not is_tensor(node):
             raise Opaque

@@ -21,13 +21,12 @@ from torch import fx
 from ..graph.nodes import (
     CUTS,
     FLOATING,
-    PRODUCTS,
     RESHAPES,
     SWAPS,
     aten,
     has_chosen_rows,
-    is_grouped_mm,
     is_op,
+    is_product,
     is_tensor,
     operand,
     reached,
@@ -228,7 +227,7 @@ class Search:
 
     def _expert(self, output: fx.Node, own: list[fx.Node]) -> Expert | None:
         products = tuple(n for n in own if n in self._matrices)
-        others = [n for n in own if (is_op(n, *PRODUCTS) or is_grouped_mm(n)) and n not in self._matrices]
+        others = [n for n in own if is_product(n) and n not in self._matrices]
         given = any(n.op == "placeholder" and n not in self._fixed for n in own)
         if not products or others or given or any(map(is_random, own)):
             return None

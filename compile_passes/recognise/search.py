@@ -25,6 +25,7 @@ from ..graph.nodes import (
     is_grouped_mm,
     is_op,
     is_pointwise,
+    is_product,
     is_tensor,
     item,
     operand,
@@ -33,7 +34,7 @@ from ..graph.nodes import (
     shape,
     value,
 )
-from ..index.reader import Reader
+from ..index.reader import READERS, Reader
 from ..index.terms import Apply, Const, Ref, free_axes, is_eq, substitute, walk
 from ..refusal import Kind, Refusal, Refused, need
 from .mixture import Linear, Matcher, Mixture
@@ -134,28 +135,26 @@ class Search:
             alone = [1 << d for d, n in enumerate(self._downs) if bits >> d & 1 and self._is_indexed(n)]
             apart = [(bit, self._match(bit)) for bit in alone if bit != bits]
             if any(isinstance(found, Mixture) for _, found in apart):
-                return [(bit, self._opaque_from_here(found)) for bit, found in apart]
+                return [(bit, self._opaque(found)) for bit, found in apart]
             parts = [each for part in self._parts(bits) for each in self._found(part)]
             if any(found is not None for _, found in parts):
                 return parts
-            in_turn = [(part, self._after_those_before(self._match(part))) for part in routed]
+            in_turn = [(part, self._opaque(self._match(part), in_turn=True)) for part in routed]
             if any(isinstance(found, Mixture) for _, found in in_turn):
                 return in_turn
             if in_turn and isinstance(whole, Refusal):
                 whole = Refusal(Kind.IN_TURNS, whole.node, (len(in_turn),))
-        return [(bits, self._opaque_from_here(whole))]
+        return [(bits, self._opaque(whole))]
 
-    def _opaque_from_here(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
+    def _opaque(self, found: Mixture | Refusal | None, in_turn: bool = False) -> Mixture | Refusal | None:
+        """Make a block that was found opaque: later blocks must not read into it.
+
+        in_turn: later blocks add to its output, so what was read after it is read again.
+        """
         if isinstance(found, Mixture):
             self.reader.cut(found.root)
-        return found
-
-    def _after_those_before(self, found: Mixture | Refusal | None) -> Mixture | Refusal | None:
-        """Make a block that was found opaque: later blocks may add to its output, and must not read into
-        it."""
-        if isinstance(found, Mixture):
-            self.reader.cut(found.root)
-            self.reader.forget(after(*found.root.users))
+            if in_turn:
+                self.reader.forget(after(*found.root.users))
         return found
 
     def _by_routing(self, bits: int) -> list[int]:
@@ -250,7 +249,7 @@ class Search:
         for node in self.graph.find_nodes(op="call_function", target=aten.add.Tensor):
             self.reader.value(node, 2)  # this notes which products continue others
         for node in self.graph.nodes:
-            if node not in self.reader.continued and (is_op(node, *PRODUCTS) or is_grouped_mm(node)):
+            if node not in self.reader.continued and is_product(node):
                 term = self.reader.value(node, 2).term
                 apart = self.matcher.apart(term)
                 term = term if apart is None else apart.down
@@ -287,7 +286,7 @@ class Search:
         if not is_tensor(node):
             return False
         target = getattr(node.target, "overloadpacket", None)
-        return target in self.reader.understood or is_pointwise(node)
+        return target in READERS or is_pointwise(node)
 
     def _match(self, bits: int) -> Mixture | Refusal | None:
         """Return the mixture of these down products whose node comes last. None if they are not experts."""

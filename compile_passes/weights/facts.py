@@ -60,14 +60,6 @@ class Facts:
     def in_4_bits(self, weight: fx.Node) -> bool:
         return weight in self.stored
 
-    def format_of(self, weight: fx.Node, format: str) -> str:
-        """Return the format of a weight that is already in 4 bits. Any other weight gets `format`."""
-        return self.stored[weight].way.format if weight in self.stored else format
-
-    def is_batch_invariant(self, weight: fx.Node) -> bool:
-        """True for a weight in 4 bits whose layout is batch invariant, as its owner has asked."""
-        return weight in self.stored and self.stored[weight].way.batch_invariant
-
     def inputs_of(self, weight: fx.Node) -> tuple[fx.Node, ...]:
         """Return the graph inputs that hold a weight: the weight itself, or the inputs from which the
         graph decodes it."""
