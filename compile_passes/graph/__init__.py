@@ -1,1 +1,1 @@
-"""A functional aten graph read node by node: what a node is, and which rows each expert's product reads."""
+"""A functional aten graph, node by node: what a node is, what it equals, and what nothing needs."""

@@ -8,7 +8,7 @@ from moe_models import Block, build, fake_quantised_model, relative_error, that_
 
 import fp4_ops
 from fp4_ops.backends import quantises_int8
-from fp4_ops.compile_passes.neighbours import top_experts
+from fp4_ops.compile_passes.neighbours import topk
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
@@ -56,7 +56,7 @@ def test_routers_without_topk(mode):
         report = fp4_ops.explain(model, ids, use_cache=False)
         with torch.profiler.profile() as profile:
             compiled(ids, use_cache=False)
-    runs = "fp4::top_experts" if top_experts.runs(ids.device) else "rounds of a maximum"
+    runs = "fp4::top_experts" if topk.has_kernel(ids.device) else "rounds of a maximum"
     assert f"2 topk of 3 in 8 became {runs}" in str(report)
     assert not any("topk" in event.key.lower() for event in profile.key_averages())
 
