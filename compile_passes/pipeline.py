@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from ..meta.layouts import preferred_layout
 from ..meta.torch_internals import TracingContext, is_precompiling
 from . import advice
-from .dynamo import left_out
+from .dynamo import buckets, left_out
 from .dynamo.api import RestartAnalysis, SkipFrame
 from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import asks_for_gradients, called, example
@@ -127,9 +127,7 @@ def compile_graph(
     rewritten, frame = analyse(source, options)
     if tell is not None:
         tell(frame)
-    left_whole = bool(frame.note) and (
-        _has_expert_weights(source.gm, source.inputs) or bool(_experts_as_arguments(source.gm, source.inputs))
-    )
+    left_whole = bool(frame.note) and _looks_like_experts(source)
     _log(frame, left_whole)
     left_out.note(bool(frame.sites) or left_whole, source.inputs, options.strict)
     if options.strict and (left_whole or any(not site.rewritten for site in frame.sites)):
@@ -205,6 +203,18 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     # Those of torch.utils.checkpoint, and of other calls of whole graphs, too.
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)] if matrices else []
     return any(_routes(n) for graph in graphs for n in graph.nodes)
+
+
+def _looks_like_experts(source: Given) -> bool:
+    """Whether a graph, or the one that DDP cut it from, has what looks like experts' weights. Of such parts,
+    only the first one is named."""
+    whole = buckets.whole()
+    gm, inputs = (source.gm, source.inputs) if whole is None else (whole.graph, whole.inputs)
+    found = _has_expert_weights(gm, inputs) or bool(_experts_as_arguments(gm, inputs))
+    if whole is None:
+        return found
+    before, whole.is_told = whole.is_told, whole.is_told or found
+    return found and not before
 
 
 def _experts_as_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:

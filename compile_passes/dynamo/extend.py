@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dis
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -12,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ..graph.traced_nodes import asks_for_gradients
 from . import (
     api,
+    buckets,
     class_counts,
     hit_experts,
     known_values,
@@ -30,9 +29,7 @@ from .branches import JUMPS, answering_first
 from .rules import Rule, around, is_ours, while_tracing
 
 if TYPE_CHECKING:
-    from torch import fx
-
-    from .api import DDPOptimizer, Function, OutputGraph
+    from .api import Function, OutputGraph
 
 CAPTURE = {"capture_dynamic_output_shape_ops": True}
 """`nonzero` and boolean masks have data-dependent sizes."""
@@ -78,21 +75,6 @@ def breaks_the_graph(method: Function) -> Function:
             raise Unsupported("Python asks for a size that only the data knows") from None
 
     return call
-
-
-def in_one_bucket(method: Function) -> Function:
-    """For `DDPOptimizer.compile_fn`, which cuts a graph where DDP's buckets of gradients end: keep one of our
-    graphs whole if nothing asks for gradients. A cut goes through a block of experts, or parts it from its
-    router."""
-
-    def compile_fn(
-        self: DDPOptimizer, gm: fx.GraphModule, inputs: Sequence[object], **kwargs: object
-    ) -> object:
-        if is_ours(self.backend_compile_fn) and not asks_for_gradients(gm, inputs):
-            self.bucket_bytes_cap = self.first_bucket_cap = sys.maxsize
-        return method(self, gm, inputs, **kwargs)
-
-    return compile_fn
 
 
 class Need(Enum):
@@ -203,7 +185,7 @@ PATCHES = (
     Patch(_FRAMES, ("_compile",), limits.noticed, Need.LIMITS),
     Patch("OptimizeContext", ("__call__",), nested.note_compiled, Need.NESTED),
     Patch("OutputGraph", ("call_user_compiler",), nested.another_backend, Need.NESTED),
-    Patch("DDPOptimizer", ("compile_fn",), in_one_bucket, Need.BUCKETS),
+    Patch("DDPOptimizer", ("compile_fn",), buckets.in_one_bucket, Need.BUCKETS),
     Patch(_FRAMES, ("compile_frame",), left_frames.guarded, Need.LEFT_FOR_GOOD),
     Patch(_FRAMES, ("trace_frame",), left_frames.traced, Need.LEFT_FOR_GOOD),
     Patch(_FRAMES, ("trace_frame",), captures, Need.CAPTURE),

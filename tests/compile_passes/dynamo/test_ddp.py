@@ -52,6 +52,24 @@ def test_experts_in_ddp(group, bucket, monkeypatch):
     assert (recorder.compilations > 2) == (bucket == 4096)
 
 
+@pytest.mark.parametrize("bucket", [4096, 2**20], ids=["several buckets", "one bucket"])
+def test_training_is_told(group, bucket, monkeypatch, caplog):
+    monkeypatch.setattr(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", bucket)
+    module = Model()
+    wrapped = nn.parallel.DistributedDataParallel(module, bucket_cap_mb=bucket / 2**20)
+    torch.compile(wrapped, backend=Recorder())(torch.randn(9, module.moe.H))
+    (told,) = [r.getMessage() for r in caplog.records if r.name == "fp4_ops"]
+    assert "left to Inductor, because gradients may be asked for" in told
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="strict=True, but not all experts"):
+        torch.compile(wrapped, backend=Recorder(strict=True))(torch.randn(9, module.moe.H))
+    torch._dynamo.reset()
+    caplog.clear()
+    wrapped = nn.parallel.DistributedDataParallel(Dense(), bucket_cap_mb=bucket / 2**20)
+    torch.compile(wrapped, backend=Recorder(strict=True))(torch.randn(2, 32))
+    assert caplog.records == []
+
+
 class Dense(nn.Module):
     def __init__(self) -> None:
         super().__init__()
