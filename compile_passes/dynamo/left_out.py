@@ -4,7 +4,8 @@ A backend sees one graph at a time. If Dynamo leaves a loop over experts to Pyth
 there is nothing to report. So this module inspects the model after its call. A warning names parameters that
 look like experts: several of one shape, an up/down pair, and `expert` in the path or a router beside them. It
 is given only if none of them runs in 4 bits, no graph of the call reported anything, and the experts cannot
-have been unused: a graph had them as inputs, or Dynamo broke or skipped one in that call.
+have been unused: a graph had them as inputs, or Dynamo broke or skipped one in that call. If others of the
+same kind ran in 4 bits, as in another layer, the warning also names those that were in no graph.
 
 A later call is inspected if Dynamo compiled something for it, because decoding may have a branch of its own.
 The warning then names experts that did not run in 4 bits in that call.
@@ -180,6 +181,8 @@ class _Call:
         self._frames, self._known, self._number = _frames(), known_breaks(), Calls.begin()
         self.silent = False
         self.inputs: set[int] = set()
+        self.reported: set[int] = set()
+        """Inputs of graphs in which the backend found experts."""
         self.left: list[str] = []
         """Why functions of this call run in Python."""
         self.limits: list[str] = []
@@ -188,8 +191,10 @@ class _Call:
     def note(self, reported: bool, inputs: Sequence[object], strict: bool) -> None:
         """Note one graph of this call. reported: the backend found experts in it, and said so."""
         self._watch.strict = self._watch.strict or strict
+        parameters = {id(x) for x in inputs if isinstance(x, nn.Parameter)}
         self.silent = self.silent or reported
-        self.inputs |= {id(x) for x in inputs if isinstance(x, nn.Parameter)}
+        self.inputs |= parameters
+        self.reported |= parameters if reported else set()
 
     def exit(self) -> None:
         """End the call. Warn about experts that are in none of its graphs, or raise RuntimeError with
@@ -214,10 +219,10 @@ class _Call:
         """Return the warning about experts that are in no graph of the call, or None."""
         watch, broken, (total, captured) = self._watch, breaks_since(self._known), _frames()
         model, first, watch.first = watch.model(), watch.first, False
-        partly = watch.strict or bool(self.limits)
-        if model is None or (self.silent and not partly) or (not first and _waits(model)):
-            return None
         in_python = bool(broken or self.limits) or total - self._frames[0] > captured - self._frames[1]
+        reported = self.silent and not watch.strict
+        if model is None or (reported and not in_python) or (not first and _waits(model)):
+            return None
         found = expert_parameters(model)
         every = [w for weights in found.values() for w in weights]
         done = packed_ids(every) if first else packed_since(self._number)
@@ -227,14 +232,27 @@ class _Call:
             if not any(id(w) in done for w in weights)
             and (in_python or any(id(w) in self.inputs for w in weights))
         }
-        if self.silent and not watch.strict:  # a report has named those of its graph
-            left = {n: weights for n, weights in left.items() if self.inputs.isdisjoint(map(id, weights))}
-        if not left or (not partly and len(left) < len(found)):
+        if reported:  # those of its graph have been named
+            left = {n: weights for n, weights in left.items() if self.reported.isdisjoint(map(id, weights))}
+        if len(left) < len(found) and not watch.strict and not self.limits:
+            ran = (
+                set().union(*(_kinds(n, w) for n, w in found.items() if n not in left))
+                if in_python
+                else set()
+            )
+            left = {n: weights for n, weights in left.items() if not ran.isdisjoint(_kinds(n, weights))}
+        if not left:
             return None
         if not watch.strict:
             _not_told(model, left)
         breaks = [*map(described, broken), *self.left]
         return _told(left, breaks, len(found), "" if first else " in this call", self.limits)
+
+
+def _kinds(name: str, weights: Sequence[nn.Parameter]) -> set[object]:
+    """Return two names of what these experts have in common with those of other layers of a model. If some
+    of one kind run, one expects all of them to run."""
+    return {re.sub(r"\d+", "#", name), tuple(tuple(w.shape) for w in weights)}
 
 
 def has_experts(x: object) -> bool:

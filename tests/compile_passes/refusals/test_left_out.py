@@ -162,6 +162,36 @@ def test_without_no_grad(warnings):
     assert len([told for told in warnings() if LEFT in told]) == 1
 
 
+class Some(nn.Module):
+    """Layers of which one runs in Python, and experts of another kind that do not run."""
+
+    H = 32
+
+    def __init__(self, other: type[Style], loops: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([STYLES["where loop"](), other()])
+        self.images, self.loops = STYLES["gather + bmm"](), loops
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.loops:
+            return self.layers[1](self.layers[0](x))
+        for layer in self.layers:
+            x = layer(x)
+        return x if x.shape[0] < 100 else self.images(x)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@pytest.mark.parametrize("other", [Broken, Disabled])
+def test_one_of_two_layers(other, loops, warnings):
+    recorder = Recorder(activation="bf16")
+    with torch.no_grad():
+        torch.compile(Some(other, loops), backend=recorder)(torch.randn(9, 32))
+    (told,) = warnings()
+    assert "in no graph that was rewritten" in told and "layers.1.list" in told
+    assert "layers.0" not in told and "images" not in told and "graph break" in told
+    assert "fp4::moe" in recorder.ops
+
+
 # --- Dynamo's limit of recompilations ---
 
 
