@@ -13,6 +13,7 @@ The warning then names experts that did not run in 4 bits in that call.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import re
@@ -224,6 +225,8 @@ class _Call:
         if model is None or (reported and not in_python) or (not first and _waits(model)):
             return None
         found = expert_parameters(model)
+        if not found and first and not self.silent:
+            return _told_apart(model)
         every = [w for weights in found.values() for w in weights]
         done = packed_ids(every) if first else packed_since(self._number)
         left = {
@@ -247,6 +250,56 @@ class _Call:
             _not_told(model, left)
         breaks = [*map(described, broken), *self.left]
         return _told(left, breaks, len(found), "" if first else " in this call", self.limits)
+
+
+# --- experts that are compiled one by one ---
+
+_alone: dict[object, weakref.WeakSet[nn.Module]] = {}
+"""Feed-forward modules that were compiled each by itself, by their class and sizes."""
+
+
+def _told_apart(model: nn.Module) -> str | None:
+    """Return the warning about a compiled module that is one of several experts, or None.
+
+    A graph of one expert does not show which rows are whose. That it is an expert only shows in the module
+    that has all of them. Nothing leads from an expert to that module, so all of Python's objects are
+    searched, but rarely: when the 2nd, 4th, 8th, ... module of one class and size is compiled.
+    """
+    own = _matrices(model, True, 2)
+    if not 2 <= len(own) <= 4 or not _undone(own):
+        return None
+    kind = (type(model), *(tuple(w.shape) for w in own))
+    alone = _alone.setdefault(kind, weakref.WeakSet())
+    alone.add(model)
+    if len(alone) < 2 or len(alone).bit_count() != 1:
+        return None
+    for holder in _holders(alone):
+        here = {id(p) for m in alone for p in m.parameters()}
+        left = {n: w for n, w in expert_parameters(holder).items() if not here.isdisjoint(map(id, w))}
+        if left and _not_told(holder, left):
+            return _told(left, [_APART], len(left), change=_TOGETHER)
+    return None
+
+
+def _holders(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """Yield the modules that hold these in a ModuleList or a ModuleDict."""
+    every = [x for x in gc.get_objects() if issubclass(type(x), nn.Module) and "_modules" in vars(x)]
+    wanted = set(map(id, modules))
+    wanted |= {id(x) for x in every if id(vars(x)["_modules"].get("_orig_mod")) in wanted}
+    lists = {
+        id(x)
+        for x in every
+        if isinstance(x, (nn.ModuleList, nn.ModuleDict)) and not wanted.isdisjoint(map(id, x.children()))
+    }
+    yield from (x for x in every if not lists.isdisjoint(map(id, vars(x)["_modules"].values())))
+
+
+_APART = "each of them is compiled by itself, and no graph has their router"
+_TOGETHER = (
+    "compile the module that chooses among these experts, or the whole model, not each expert by itself: "
+    "then ids or scores in the graph show which rows are whose; fp4_ops.prepare(model) needs no graph, where "
+    "the experts are of transformers' kind"
+)
 
 
 def _kinds(name: str, weights: Sequence[nn.Parameter]) -> set[object]:
@@ -317,20 +370,21 @@ def note_limit(limit: str, most: int, function: str) -> None:
 
 def _told(
     left: dict[str, list[nn.Parameter]],
-    breaks: list[str],
+    breaks: Sequence[str],
     all_of_them: int,
     when: str = "",
     limits: Sequence[str] = (),
+    change: str = CHANGE,
 ) -> str:
     names = [f"{name} ({len(weights)} parameters of {weights[0].dtype})" for name, weights in left.items()]
     nothing = f"nothing was rewritten{when}, yet"
     what = nothing if len(left) == all_of_them else "in no graph that was rewritten:"
     lines = [f"{what} these parameters look like experts: {some_of(names)}"]
     if limits:
-        lines += [f"  cause: {why}" for why in dict.fromkeys(limits[:2])]
-        return "\n".join([*lines, f"  change: {_RAISE}"])
-    lines += [f"  graph break: {why}" for why in dict.fromkeys(breaks[:4])]
-    return "\n".join([*lines, f"  change: {CHANGE}"])
+        breaks, change = limits[:2], _RAISE
+    cause = "graph break" if change is CHANGE else "cause"
+    lines += [f"  {cause}: {why}" for why in dict.fromkeys(breaks[:4])]
+    return "\n".join([*lines, f"  change: {change}"])
 
 
 _local = threading.local()

@@ -192,6 +192,55 @@ def test_one_of_two_layers(other, loops, warnings):
     assert "fp4::moe" in recorder.ops
 
 
+# --- each expert compiled by itself ---
+
+
+class OneByOne(ListStyle):
+    """Experts that the user compiles, in a loop that runs in Python."""
+
+    def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        out = torch.zeros_like(x)
+        for e, expert in enumerate(self.list):
+            token, j = torch.where(ids == e)
+            out.index_add_(0, token, weights[token, j, None] * expert(x[token]))
+        return out
+
+
+def each_expert(module: nn.Module, recorder: Recorder) -> nn.Module:
+    for expert in module.list:
+        expert.compile(backend=recorder)
+    return module
+
+
+def each_in_a_wrapper(module: nn.Module, recorder: Recorder) -> nn.Module:
+    for e, expert in enumerate(module.list):
+        module.list[e] = torch.compile(expert, backend=recorder)
+    return module
+
+
+@pytest.mark.parametrize("compiled", [each_expert, each_in_a_wrapper])
+def test_experts_one_by_one(compiled, warnings):
+    call(OneByOne(), compiled)
+    (told,) = warnings()
+    assert "look like experts: list (" in told and "each of them is compiled by itself" in told
+    assert "compile the module that chooses among these experts" in told
+
+
+def test_experts_one_by_one_with_strict():
+    with pytest.raises(RuntimeError, match=r"strict=True, but not all(.|\n)*is compiled by itself"):
+        call(OneByOne(), each_expert, strict=True)
+
+
+def test_dense_layers_one_by_one(warnings):
+    def each_layer(module: nn.Module, recorder: Recorder) -> nn.Module:
+        for layer in module.layers:
+            layer.compile(backend=recorder)
+        return module
+
+    call(Dense(), each_layer, strict=True)
+    assert warnings() == []
+
+
 # --- Dynamo's limit of recompilations ---
 
 
