@@ -8,9 +8,10 @@ import reference
 import torch
 from conftest import large
 
+from fp4_ops import selftest
 from fp4_ops.backends import reader
 from fp4_ops.meta.layouts import LAYOUTS
-from fp4_ops.runtime import native
+from fp4_ops.runtime import native, oracle
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,6 +97,15 @@ def test_gate_and_up_in_alternate_rows(format, layout, a_format, dtype, activati
     assert want.isfinite().all() and want.norm() > 0
     for at in batches(60):
         assert torch.equal(run(at), want[at]), len(at)
+
+
+@pytest.mark.parametrize(("format", "layout", "kind"), [c for c in CASES if c[2] == "fp8"])
+def test_selftest_bounds_fp8_rows(format, layout, kind):
+    """Prefill rounds weight x scale to e4m3, and here it runs any number of rows."""
+    skip_unread(layout)
+    for operator, check in (("moe", oracle.block), ("grouped_mm", oracle.product)):
+        case = oracle.Case(operator, format, layout, kind, "silu" if operator == "moe" else "")
+        assert oracle.relative_error(*check(case, "cuda")) <= selftest.bound(case), operator
 
 
 @pytest.mark.parametrize(("format", "layout", "a_format"), CASES)

@@ -115,3 +115,20 @@ def test_relative_error(got, want, error):
     else:
         with pytest.raises(AssertionError):
             reference.relative_error(*tensors)
+
+
+def test_weights_that_hopper_always_rounds():
+    """As the oracle of the tests rounds int4, and to a nearest e4m3 in nvfp4."""
+    torch.manual_seed(SEED)
+    for format in ("int4", "int4_g32"):
+        w = reference.random_weight(format, 3, 64, 256)
+        factor = torch.ops.fp4.prepack(w.packed, w.scale, w.global_scale, format, "sm90_int4")[2]
+        want = reference.fold_int4(w.packed, w.scale, format)
+        assert torch.equal(oracle.folded(w.dense, factor, "sm90_int4"), want)
+    exact = oracle.random_weight((3, 64, 256), "nvfp4", "sm90_invariant", "cpu")
+    made = oracle.folded(exact.exact, exact.global_scale, "sm90_invariant")
+    assert ((made - exact.exact).abs() <= exact.exact.abs() / 16).all()
+    assert 1.8e-2 < oracle.relative_error(made, exact.exact) < 2.6e-2
+    assert [oracle.folds(layout, "fp8") for layout in ("sm90", "sm90_invariant", "sm90_int4", "plain")] == [
+        False, True, True, False,
+    ]  # fmt: skip
