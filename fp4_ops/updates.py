@@ -17,6 +17,10 @@ from .meta.dtensors import split_over_processes
 from .models.expert_slots import reset_slots
 from .models.new_weights import check, places_of, target_of, write
 
+WRAPPERS = frozenset(("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
+"""Names under which wrappers hold their module: those of torch.compile, data parallelism, FSDP and activation
+checkpointing. The trainer's model and the model that runs may be wrapped in different ways."""
+
 
 def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     """Gives one weight of a model new values, in place. Experts in 4 bits are quantised as by `prepare`.
@@ -27,7 +31,7 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     model: a model from `prepare`, `load_checkpoint` or `from_pretrained`, also compiled.
     name: of the weight before `prepare` ("model.layers.0.mlp.experts.gate_up_proj"), of one expert's matrix
         ("model.layers.0.mlp.experts.3.gate_proj.weight"), or its name in the family's checkpoints, which
-        transformers' conversion rules know.
+        transformers' conversion rules know. Names of wrappers (`_orig_mod.`, `module.`) may be there or not.
     tensor: the values, on any device, with the shape that the weight has under that name. For weights in 4
         bits float32, bfloat16 or float16, and finite.
 
@@ -44,11 +48,13 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"fp4: update: the new values for {name} are a {type(tensor).__name__}, not a tensor"
         )
-    model = getattr(model, "_orig_mod", model)  # torch.compile(model)
+    while (inner := _wrapped(model)) is not None:
+        model = inner
     with torch.inference_mode(False), torch.no_grad():
         if _update(model, name, name, tensor):
             return
-        renamed = _by_rules(model, name, tensor)
+        plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
+        renamed = _by_rules(model, plain, tensor)
         if renamed is not None and _update(model, name, *renamed):
             return
     names = [n for n, _ in model.named_parameters()]
@@ -61,14 +67,28 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     )
 
 
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """Returns the module that this one is a wrapper of, or None."""
+    children = module._modules
+    return next(iter(children.values())) if len(children) == 1 and WRAPPERS.issuperset(children) else None
+
+
 def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
     """Gives the weight `name` new values. Returns False if the model has no such weight. Errors call the
     weight `given`."""
     owner, parts = model, name.split(".")
-    while parts and (child := owner._modules.get(parts[0])) is not None:
+    while parts:
+        child = owner._modules.get(parts[0])
         if isinstance(child, PackedWeight):
             break
-        owner, parts = child, parts[1:]
+        if child is not None:
+            owner, parts = child, parts[1:]
+        elif (inner := _wrapped(owner)) is not None:
+            owner = inner
+        elif parts[0] in WRAPPERS:  # of the trainer's model
+            parts = parts[1:]
+        else:
+            break
     rest = ".".join(parts)
     places = places_of(owner)
     target = target_of(places, rest)

@@ -82,8 +82,9 @@ class ConvertReport:
         for format, count in self.linears.items():
             counts.setdefault(format, []).append(f"{count} linear layers")
         what = ", ".join(f"{' and '.join(kinds)} in {format}" for format, kinds in counts.items())
+        files = f"{self.files} file{'s' * (self.files != 1)}"
         lines = [
-            f"{self.out}: {what}, stored as {self.dialect}, {self.files} files{resumed}, "
+            f"{self.out}: {what}, stored as {self.dialect}, {files}{resumed}, "
             f"{_size(self.bytes_before)} -> {_size(self.bytes_after)}"
         ]
         if self.unseen:
@@ -430,7 +431,8 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
     # ModelOpt's file says how the source was stored, as its config.json did.
     skip = {"config.json", "hf_quant_config.json", *results}
     for file in sorted(folder.path.iterdir()):
-        if file.is_file() and file.name not in skip and not file.name.endswith(_WEIGHTS):
+        adapter = file.name.startswith("adapter_model.")  # adapter_config.json is useless without it
+        if file.is_file() and file.name not in skip and (adapter or not file.name.endswith(_WEIGHTS)):
             shutil.copyfile(file, to / file.name)
     own = {key: value for key, value in folder.config.items() if key != "compression_config"}
     if text := own.get("text_config"):

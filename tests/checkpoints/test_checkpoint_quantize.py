@@ -133,10 +133,12 @@ def test_files_with_weights_are_not_copied(tmp_path):
     model.save_pretrained(tmp_path / "bf16")
     for name in ("model.Q4_K_M.gguf", "pytorch_model.bin", "pytorch_model.bin.index.json", "model.onnx"):
         (tmp_path / "bf16" / name).write_bytes(b"weights")
-    (tmp_path / "bf16" / "tokenizer.json").write_text("{}")
+    also = ("tokenizer.json", "adapter_config.json", "adapter_model.safetensors")  # an adapter is whole
+    for name in also:
+        (tmp_path / "bf16" / name).write_text("{}")
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False)
     assert {f.name for f in (tmp_path / "out").iterdir()} - {"generation_config.json"} == {
-        "config.json", "model.safetensors", "tokenizer.json"
+        "config.json", "model.safetensors", *also
     }  # fmt: skip
 
 

@@ -269,6 +269,31 @@ def test_compiled_models_see_new_values_and_nothing_grows():
     }
 
 
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.module = model
+
+
+def test_wrappers_of_either_model_do_not_matter():
+    old = build("qwen3_moe", torch.float32, "grouped_mm")
+    new = renewed(old)
+    want = copy.deepcopy(new)
+    fp4_ops.prepare(old)
+    fp4_ops.prepare(want)
+    expected = want.state_dict()
+    for i, layer in enumerate(old.model.layers):  # as in regional compilation
+        old.model.layers[i] = torch.compile(layer, backend="eager")
+    model = Wrapper(torch.compile(old, backend="eager"))
+    for name, values in shuffled(per_expert(new)):
+        fp4_ops.update(model, random.choice([name, f"_orig_mod.{name}", f"module.{name}"]), values)
+    got = {n.replace("_orig_mod.", "").removeprefix("module."): t for n, t in model.state_dict().items()}
+    assert got.keys() == expected.keys()
+    assert [n for n, t in got.items() if not torch.equal(t, expected[n])] == []
+    with pytest.raises(ValueError, match="the model has no weight module"):
+        fp4_ops.update(model, "module.nothing", torch.ones(1))
+
+
 class Expert(nn.Module):
     def __init__(self):
         super().__init__()

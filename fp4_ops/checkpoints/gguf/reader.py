@@ -136,6 +136,10 @@ def _read_header(file: Path) -> tuple[dict[str, Any], list[TensorInfo]]:
         size = file.stat().st_size
         with file.open("rb") as f:
             return _Header(file, f, size).read()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"fp4: {file} is not there. Give the path of a GGUF file, or of a folder that has one"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"fp4: {file} cannot be read: {error.strerror}. {INCOMPLETE}") from None
 
