@@ -330,6 +330,7 @@ def check_linears(
     weights: int,
     biases: int,
     keep_norm: bool,
+    addend: torch.Tensor | None,
 ) -> None:
     """Checks what all products share; `check_linear` checks each. `weights`, `biases`: their numbers."""
     check_dtype("x", x, FLOATING)
@@ -350,6 +351,9 @@ def check_linears(
     if norm_weight is not None:
         check_like("norm_weight", norm_weight, "x", x)
         check_shape("norm_weight", norm_weight, (x.shape[-1],))
+    if addend is not None:
+        check_like("addend", addend, "x", x)
+        check_shape("addend", addend, (*leading(x, -1), x.shape[-1]))
 
 
 def check_linear(

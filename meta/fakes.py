@@ -180,12 +180,12 @@ def moe_input_grads(
 
 
 @_fake
-def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False):
-    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm)
+def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False, addend=None):
+    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm, addend)
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)
     made = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
-    return [*made, x.new_empty(x.shape)] if keep_norm else made
+    return [*made, *(x.new_empty(x.shape) for _ in range(keep_norm + (addend is not None)))]
 
 
 @_fake

@@ -201,10 +201,12 @@ def _residual(linear: _Linear) -> tuple[fx.Node, fx.Node] | None:
 
 def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
     readers = _readers(norm.node) - {linear.node for linear in linears}
-    with graph.inserting_after(norm.node):
-        out = _call(graph, norm.x, linears, norm, None, keep_norm=bool(readers))
+    x, addend = _addends(norm.x) or (norm.x, None)
+    with graph.inserting_after(norm.node if addend is None else norm.x):
+        out = _call(graph, x, linears, norm, None, bool(readers), addend)
     with graph.inserting_after(out):
         kept = graph.call_function(operator.getitem, (out, len(linears))) if readers else None
+        total = graph.call_function(operator.getitem, (out, len(linears) + bool(readers)))
         made = [graph.call_function(operator.getitem, (out, i)) for i in range(len(linears))]
     for linear, y in zip(linears, made):
         with graph.inserting_after(y):
@@ -212,6 +214,21 @@ def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
         _replace(linear.node, flat)
     if kept is not None:
         _replace(norm.node, kept)
+    if addend is not None:
+        _replace(norm.x, total)
+    else:
+        graph.erase_node(total)
+
+
+def _addends(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Returns the operands of a sum of two tensors like it; else None."""
+    if not is_op(total, aten.add) or arguments(total).get("alpha", 1) != 1:
+        return None
+    operands = arguments(total)["self"], arguments(total)["other"]
+    for x in operands:
+        if not is_tensor(x) or value(x).dtype != value(total).dtype or not same_shape(shape(x), shape(total)):
+            return None
+    return operands
 
 
 def _write_residual(graph: fx.Graph, linear: _Linear, add: fx.Node, residual: fx.Node) -> None:
@@ -230,11 +247,14 @@ def _call(
     norm: Norm | None,
     residual: fx.Node | None,
     keep_norm: bool = False,
+    addend: fx.Node | None = None,
 ) -> fx.Node:
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     options: dict[str, Any] = {"keep_norm": True} if keep_norm else {}
     if _is_computed(x):  # A kernel of this graph makes x, but none makes the weights.
         options["early"] = True
+    if addend is not None:
+        options["addend"] = addend
     given = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     return graph.call_function(fp4.linears.default, (x, weights, biases, *given, residual), options)
 

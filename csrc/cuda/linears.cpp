@@ -77,9 +77,10 @@ namespace {
 
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
                             const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
-                            double eps, const OptionalTensor& residual, bool early, bool keep_norm) {
+                            double eps, const OptionalTensor& residual, bool early, bool keep_norm,
+                            const OptionalTensor& addend) {
   const int count = int(weights.size());
-  check_linears(x, norm_weight, residual, count, int64_t(biases.size()), keep_norm);
+  check_linears(x, norm_weight, residual, count, int64_t(biases.size()), keep_norm, addend);
   for (int i = 0; i < count; ++i) check_linear(x, weights[i], biases[i], residual);
   const Here here(x);
   const int64_t k = size(x, -1), rows = k > 0 ? x.numel() / k : 0;
@@ -110,9 +111,11 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   }
   if (!config)
     return fallback<std::vector<Tensor>>("linears", "its kernel does not take these rows or weights", x,
-                                         weights, biases, norm_weight, eps, residual, early, keep_norm);
+                                         weights, biases, norm_weight, eps, residual, early, keep_norm,
+                                         addend);
 
   const Tensor values = as_operand(x);
+  const OptionalTensor first = as_operand(addend);
   const OptionalTensor norm = as_operand(norm_weight), added = as_operand(residual);
   std::vector<OptionalTensor> added_biases;
   std::vector<Tensor> made;
@@ -125,12 +128,14 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
     p.weight[i].bias = pointer(added_biases[i]);
     p.weight[i].out = mutable_pointer(made[i]);
   }
-  if (keep_norm) {
-    shape.back() = k;
+  shape.back() = k;
+  for (const auto& [wanted, to] : {std::pair(keep_norm, &p.normed), std::pair(addend.has_value(), &p.sum)}) {
+    if (!wanted) continue;
     made.push_back(torch::stable::view(here.empty({rows, k}, x.scalar_type()), shape));
-    p.normed = mutable_pointer(made.back());
+    *to = mutable_pointer(made.back());
   }
   p.x = pointer(values);
+  p.addend = pointer(first);
   p.norm_weight = pointer(norm);
   p.residual = pointer(added);
   p.config = *config;

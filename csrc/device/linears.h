@@ -33,6 +33,8 @@ struct LinearsConfig {
 
 struct LinearsParams {
   const void* x = nullptr;            // [rows, k] of `type`
+  const void* addend = nullptr;       // like x, added to it first; or null
+  void* sum = nullptr;                // [rows, k]: x + addend, if there is an addend
   const void* norm_weight = nullptr;  // [k] of `type`: x is normalised by its root mean square; or null
   void* normed = nullptr;             // [rows, k]: the normalised rows, if they are wanted
   const void* residual = nullptr;     // [rows, n] of `type`, added to the rounded product; one weight alone

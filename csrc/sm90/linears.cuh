@@ -187,8 +187,39 @@ struct LinearRows {
   __device__ __forceinline__ int row() const { return warp % kColumns * 8 + g; }
   __device__ __forceinline__ int place(int piece) const { return t % 2 * lanes + piece; }
 
-  // Copies this thread's values of x, and the norm's weight to `norm` unless that is null.
-  __device__ __forceinline__ void bring(const LinearsParams& p, uint4* norm) const {
+  static __device__ __forceinline__ uint32_t added(uint32_t a, uint32_t b) {
+    const typename H::Two sum =
+        __hadd2_rn(reinterpret_cast<const typename H::Two&>(a), reinterpret_cast<const typename H::Two&>(b));
+    return reinterpret_cast<const uint32_t&>(sum);
+  }
+
+  // Adds this thread's values of x and of the addend. `sum`: gets the sums in plain order, or null.
+  __device__ __forceinline__ void add(const LinearsParams& p, void* sum) const {
+    const int64_t at = int64_t(row()) * p.k;
+    const auto* x = static_cast<const typename H::One*>(p.x) + at;
+    const auto* addend = static_cast<const typename H::One*>(p.addend) + at;
+    auto* const out = static_cast<typename H::One*>(sum) + at;
+    for_each([&](int k, uint4* to) {
+      uint4 v[4], w[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool there = k + 8 * i < p.k;
+        v[i] = there ? *reinterpret_cast<const uint4*>(x + k + 8 * i) : make_uint4(0, 0, 0, 0);
+        w[i] = there ? *reinterpret_cast<const uint4*>(addend + k + 8 * i) : make_uint4(0, 0, 0, 0);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        v[i] = make_uint4(added(v[i].x, w[i].x), added(v[i].y, w[i].y), added(v[i].z, w[i].z),
+                          added(v[i].w, w[i].w));
+        to[place(i)] = v[i];
+        if (sum && k + 8 * i < p.k) *reinterpret_cast<uint4*>(out + k + 8 * i) = v[i];
+      }
+    });
+  }
+
+  // Copies this thread's values of x, or adds the addend to them, and copies the norm's weight to `norm`
+  // unless that is null. `sum`: gets the sums, or null.
+  __device__ __forceinline__ void bring(const LinearsParams& p, uint4* norm, void* sum) const {
     if (norm) {
       const auto* from = static_cast<const uint16_t*>(p.norm_weight) + first * kStepK;
       for (int i = threadIdx.x; i * 8 < count * kStepK; i += kLinearThreads) {
@@ -196,7 +227,9 @@ struct LinearRows {
         copy_16(smem_address(norm + i), there ? from + i * 8 : from, there);
       }
     }
-    if (row() < p.rows) {
+    if (row() < p.rows && p.addend) {
+      add(p, sum);
+    } else if (row() < p.rows) {
       const auto* x = static_cast<const typename H::One*>(p.x) + int64_t(row()) * p.k;
       for_each([&](int k, uint4* to) {
 #pragma unroll
@@ -347,7 +380,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
   if (p.early) begin_requests();
   wait_previous_kernel();
   release_next_kernel();
-  x.bring(p, p.norm_weight ? norm : nullptr);
+  x.bring(p, p.norm_weight ? norm : nullptr, cluster == 0 ? p.sum : nullptr);
   if (p.early) {
     copy_wait<0>();
   } else {

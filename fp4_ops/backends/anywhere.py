@@ -138,18 +138,20 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * values.to(x.dtype)
 
 
-def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False):
-    """Multiplies x by each weight, with the operators that a model uses. If norm_weight is given, x is normed
-    first.
+def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False, addend=None):
+    """Multiplies x by each weight, with the operators that a model uses. An addend is added to x first. If
+    norm_weight is given, the rows are normed then.
     """
-    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm)
+    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm, addend)
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)
+    x = x if addend is None else x + addend
     rows = x if norm_weight is None else _normed(x, norm_weight, eps)
     made = [F.linear(rows, weight, bias).contiguous() for weight, bias in zip(weights, biases)]
     if residual is not None:
         made = [residual + y for y in made]
-    return [*made, rows.contiguous()] if keep_norm else made
+    kept = [rows] if keep_norm else []
+    return [*made, *(y.contiguous() for y in (kept if addend is None else [*kept, x]))]
 
 
 def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):

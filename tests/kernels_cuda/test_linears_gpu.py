@@ -31,7 +31,7 @@ class Params(ctypes.Structure):
     """LinearsParams of csrc/device/linears.h."""
 
     _fields_ = [
-        *((name, pointer) for name in ("x", "norm_weight", "normed", "residual")),
+        *((name, pointer) for name in ("x", "addend", "sum", "norm_weight", "normed", "residual")),
         ("weight", Weight * 3),
         *((name, number) for name in ("count", "rows", "k")),
         ("eps", ctypes.c_float),
@@ -153,3 +153,20 @@ def test_others_run_torch():
     w = torch.randn(128, 24, device="cuda").bfloat16().T
     (got,) = torch.ops.fp4.linears(x.bfloat16(), [w], [None], None, EPS, None)
     assert error(got, x.bfloat16().double() @ w.double().T) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 5, 8, 16, 17, 32])
+def test_an_addend_is_added_first(dtype, rows):
+    def draw(*shape):
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    for k, sizes in ((2048, (4096, 512, 512)), (2048, (128,)), (64, (48,)), (4096, (1000, 33))):
+        x, addend, norm = draw(rows, k), draw(rows, k), draw(k)
+        given = x, [draw(n, k) / 32 for n in sizes], [None] * len(sizes), norm, 1e-6, None
+        for keep in (False, True):
+            got = torch.ops.fp4.linears(*given, keep_norm=keep, addend=addend)
+            want = anywhere.linears(*given, keep_norm=keep, addend=addend)
+            assert torch.equal(got[-1], want[-1])
+            for y, its in zip(got, want, strict=True):
+                assert (y.double() - its.double()).norm() < 4e-3 * its.double().norm()

@@ -442,3 +442,24 @@ def test_what_a_family_gets_and_why_not(family, norms, residuals, left):
             [f"decoding step ({times}x)"] if times else []
         )
     assert [left in text for text in said if "left alone" in text] == ([True] if left else [])
+
+
+class Sum(nn.Module):
+    """A block's result is added to the residual; a norm and products of it follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = Norm(), nn.Linear(K, 16, bias=False)
+
+    def forward(self, x, y):
+        total = x + y.view(x.shape)
+        return total, self.linear(self.norm(total)), total * 2
+
+
+def test_a_sum_before_a_norm_is_in_its_kernel(device):
+    x, y = draw(device, 3, 1, K), draw(device, 3, K)
+    done = run(Sum().to(device, BF16), x, y)
+    (call,) = done.calls("linears")
+    assert call.kwargs["addend"] is not None
+    left = {n.target for n in done.graphs[0].nodes}
+    assert torch.ops.aten.rsqrt.default not in left
