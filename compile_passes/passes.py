@@ -51,6 +51,7 @@ from .recognise.search import Search
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
 from .report import PassRun, Site, each_told_once, left_alone
+from .step.attention import write_attention as write_step_attention
 from .step.cache import write_caches, write_counters
 from .step.linears import write_linears
 from .trace.capture import mutated_inputs
@@ -441,6 +442,11 @@ PASSES: tuple[Pass[_State], ...] = (
         when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its sums depend on the rows
     ),
     Pass("caches", lambda s: s.also.extend(write_caches(s.gm.graph)), when=_has_operators),
+    Pass(
+        "step_attention",
+        lambda s: s.also.extend(write_step_attention(s.gm.graph)),
+        when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its sums depend on the batch
+    ),
     Pass("counters", lambda s: s.also.extend(write_counters(s.gm.graph)), when=_has_operators),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass("strides", lambda s: allow_any_strides(s.gm), when=lambda s: s.rewritten is not None),

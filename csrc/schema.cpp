@@ -73,10 +73,11 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   // --- a decoding step beside the experts ---
   m.def(
       "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight, float eps, "
-      "Tensor? residual, *, bool early=False, bool keep_norm=False, Tensor? addend=None) -> Tensor[]");
+      "Tensor? residual, Tensor? addend=None, *, bool early=False, bool keep_norm=False) -> Tensor[]");
   m.def(
       "update_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor(a!) keys, Tensor(b!) values, Tensor start) -> Tensor");
+  m.def("attention(Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
   m.def(
       "top_experts(Tensor logits, int k, *, bool softmax=False, bool normalize=False, "
       "ScalarType? out_dtype=None) -> (Tensor, Tensor)");

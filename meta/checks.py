@@ -23,6 +23,7 @@ from .check_parts import (
 from .formats import A_FORMAT_NAMES, Format
 from .layouts import A_LAYOUTS, LAYOUTS, Layout
 from .operand_checks import (
+    BOOLEAN,
     FLOATING,
     FLOATING_OR_DOUBLE,
     INDEX,
@@ -327,10 +328,10 @@ def check_linears(
     x: torch.Tensor,
     norm_weight: torch.Tensor | None,
     residual: torch.Tensor | None,
+    addend: torch.Tensor | None,
     weights: int,
     biases: int,
     keep_norm: bool,
-    addend: torch.Tensor | None,
 ) -> None:
     """Checks what all products share; `check_linear` checks each. `weights`, `biases`: their numbers."""
     check_dtype("x", x, FLOATING)
@@ -423,6 +424,32 @@ def check_update_cache(
     check_device("start", start, "q", q)
     check_dtype("start", start, INDEX)
     check_dim("start", start, 0)
+
+
+def check_attention(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    check_dtype("q", q, FLOATING)
+    check_dim("q", q, 4)
+    check_like("keys", keys, "q", q)
+    check_dim("keys", keys, 4)
+    check_shape("keys", keys, (q.shape[0], keys.shape[1], keys.shape[2], q.shape[3]))
+    check(
+        keys.shape[1] >= 1 and q.shape[2] % keys.shape[1] == 0,
+        lambda: f"q has {q.shape[2]} heads; it must have a multiple of {keys.shape[1]}, as many as keys has",
+    )
+    check_like("values", values, "q", q)
+    check_dim("values", values, 4)
+    check_shape("values", values, (q.shape[0], keys.shape[1], keys.shape[2], values.shape[3]))
+    if mask is not None:
+        check_device("mask", mask, "q", q)
+        check_dtype("mask", mask, BOOLEAN)
+        check_dim("mask", mask, 4)
+        check(
+            mask.shape[0] == 1 or mask.shape[0] == q.shape[0],
+            lambda: f"mask has {mask.shape[0]} sequences; it must have 1 or {q.shape[0]}, as many as q",
+        )
+        check_shape("mask", mask, (mask.shape[0], 1, q.shape[1], keys.shape[2]))
 
 
 def check_top_experts(logits: torch.Tensor, k: int, out_dtype: torch.dtype | None) -> torch.dtype:

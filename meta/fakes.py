@@ -180,8 +180,8 @@ def moe_input_grads(
 
 
 @_fake
-def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False, addend=None):
-    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm, addend)
+def linears(x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False):
+    checks.check_linears(x, norm_weight, residual, addend, len(weights), len(biases), keep_norm)
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)
     made = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
@@ -192,6 +192,12 @@ def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep
 def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
     checks.check_update_cache(q, k, v, cos, sin, q_norm, k_norm, keys, values, start)
     return q.new_empty(q.shape)
+
+
+@_fake
+def attention(q, keys, values, mask, scale):
+    checks.check_attention(q, keys, values, mask)
+    return q.new_empty((*q.shape[:3], values.shape[3]))
 
 
 @_fake

@@ -206,7 +206,6 @@ def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
         out = _call(graph, x, linears, norm, None, bool(readers), addend)
     with graph.inserting_after(out):
         kept = graph.call_function(operator.getitem, (out, len(linears))) if readers else None
-        total = graph.call_function(operator.getitem, (out, len(linears) + bool(readers)))
         made = [graph.call_function(operator.getitem, (out, i)) for i in range(len(linears))]
     for linear, y in zip(linears, made):
         with graph.inserting_after(y):
@@ -215,9 +214,9 @@ def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
     if kept is not None:
         _replace(norm.node, kept)
     if addend is not None:
+        with graph.inserting_after(out):
+            total = graph.call_function(operator.getitem, (out, len(linears) + bool(readers)))
         _replace(norm.x, total)
-    else:
-        graph.erase_node(total)
 
 
 def _addends(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -253,10 +252,9 @@ def _call(
     options: dict[str, Any] = {"keep_norm": True} if keep_norm else {}
     if _is_computed(x):  # A kernel of this graph makes x, but none makes the weights.
         options["early"] = True
-    if addend is not None:
-        options["addend"] = addend
-    given = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-    return graph.call_function(fp4.linears.default, (x, weights, biases, *given, residual), options)
+    norm_of = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+    last = (residual,) if addend is None else (residual, addend)
+    return graph.call_function(fp4.linears.default, (x, weights, biases, *norm_of, *last), options)
 
 
 _VIEWS = (aten.slice, aten.select, aten.transpose, aten.permute, aten.t, aten.expand)

@@ -95,6 +95,7 @@ Kernels load(const std::string& path) {
     to = reinterpret_cast<F>(dlsym(library, name));
   };
   look_for(k.linears, "fp4_kernel_linears");
+  look_for(k.attention, "fp4_kernel_attention");
   look_for(k.top_experts, "fp4_kernel_top_experts");
   look_for(k.update_cache, "fp4_kernel_update_cache");
   look_for(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");

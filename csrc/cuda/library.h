@@ -5,6 +5,7 @@
 #include <string>
 
 #include "cuda/gpu.h"
+#include "device/attention.h"
 #include "device/linears.h"
 #include "device/slots.h"
 #include "device/top_experts.h"
@@ -34,6 +35,7 @@ struct Kernels {
   decltype(&fp4_kernel_side_join) side_join;
   decltype(&fp4_kernel_dequantize) dequantize;
   decltype(&fp4_kernel_linears) linears;                          // only in _sm90.so
+  decltype(&fp4_kernel_attention) attention;                      // only in _sm90.so
   decltype(&fp4_kernel_top_experts) top_experts;                  // only in _sm90.so
   decltype(&fp4_kernel_update_cache) update_cache;                // only in _sm90.so
   decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // only in _sm80.so

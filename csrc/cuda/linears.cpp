@@ -77,10 +77,10 @@ namespace {
 
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
                             const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
-                            double eps, const OptionalTensor& residual, bool early, bool keep_norm,
-                            const OptionalTensor& addend) {
+                            double eps, const OptionalTensor& residual, const OptionalTensor& addend,
+                            bool early, bool keep_norm) {
   const int count = int(weights.size());
-  check_linears(x, norm_weight, residual, count, int64_t(biases.size()), keep_norm, addend);
+  check_linears(x, norm_weight, residual, addend, count, int64_t(biases.size()), keep_norm);
   for (int i = 0; i < count; ++i) check_linear(x, weights[i], biases[i], residual);
   const Here here(x);
   const int64_t k = size(x, -1), rows = k > 0 ? x.numel() / k : 0;
@@ -111,8 +111,8 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   }
   if (!config)
     return fallback<std::vector<Tensor>>("linears", "its kernel does not take these rows or weights", x,
-                                         weights, biases, norm_weight, eps, residual, early, keep_norm,
-                                         addend);
+                                         weights, biases, norm_weight, eps, residual, addend, early,
+                                         keep_norm);
 
   const Tensor values = as_operand(x);
   const OptionalTensor first = as_operand(addend);

@@ -28,6 +28,7 @@ TYPES = {
 }
 RETURNED = {**TYPES, "None": "void", "Weight": "WeightShape", "Stored": "Stored", "Experts": "Experts"}
 DTYPES = {
+    "bool": "Bool",
     "uint8": "Byte",
     "int8": "Char",
     "int32": "Int",

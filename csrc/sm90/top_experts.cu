@@ -45,8 +45,8 @@ __device__ __forceinline__ void store_weight(void* out, DType type, int64_t i, f
 // kEach: logits of a lane. Lane i has those of the experts i, i + 32, and so on.
 template <int kEach>
 __global__ void __launch_bounds__(32 * kWarps) top_experts_kernel(const TopExpertsParams p) {
-  wait_previous_kernel();
   release_next_kernel();
+  wait_previous_kernel();
   const int lane = threadIdx.x % 32;
   const int row = blockIdx.x * kWarps + threadIdx.x / 32;
   if (row >= p.rows) return;
@@ -96,7 +96,7 @@ extern "C" int fp4_kernel_top_experts(const fp4::device::TopExpertsParams* param
   if (p.rows < 1 || p.k < 1 || p.k > p.experts || p.k > kMostChosen || p.experts > kMostScored)
     return cudaErrorInvalidValue;
   const LaunchShape shape = {dim3((p.rows + kWarps - 1) / kWarps),
-                             dim3(32 * (p.rows < kWarps ? p.rows : kWarps))};
+                             dim3(32 * (p.rows < kWarps ? p.rows : kWarps)), 0, 1, true};
   const auto start = [&](auto* kernel) {
     return launch_kernel(kernel, shape, true, static_cast<cudaStream_t>(stream), p);
   };

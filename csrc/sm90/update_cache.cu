@@ -55,8 +55,8 @@ template <class Half, int kEach>
 __global__ void __launch_bounds__(32 * kWarps)
     update_cache_kernel(const __grid_constant__ UpdateCacheParams p) {
   using Its = Head<Half, kEach>;
-  wait_previous_kernel();
   release_next_kernel();
+  wait_previous_kernel();
   const int heads = p.q_heads + 2 * p.kv_heads;
   const int64_t all = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (all >= int64_t(p.sequences) * p.tokens * heads) return;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 template <class Half>
 int launch_size(const UpdateCacheParams& p, cudaStream_t stream) {
   const int64_t heads = int64_t(p.sequences) * p.tokens * (p.q_heads + 2 * p.kv_heads);
-  const LaunchShape shape = {dim3(unsigned((heads + kWarps - 1) / kWarps)), dim3(32 * kWarps)};
+  const LaunchShape shape = {dim3(unsigned((heads + kWarps - 1) / kWarps)), dim3(32 * kWarps), 0, 1, true};
   const auto start = [&](auto* kernel) { return launch_kernel(kernel, shape, true, stream, p); };
   if (p.size == 64) return start(update_cache_kernel<Half, 1>);
   if (p.size == 128) return start(update_cache_kernel<Half, 2>);

@@ -138,11 +138,11 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * values.to(x.dtype)
 
 
-def linears(x, weights, biases, norm_weight, eps, residual, *, early=False, keep_norm=False, addend=None):
+def linears(x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False):
     """Multiplies x by each weight, with the operators that a model uses. An addend is added to x first. If
     norm_weight is given, the rows are normed then.
     """
-    checks.check_linears(x, norm_weight, residual, len(weights), len(biases), keep_norm, addend)
+    checks.check_linears(x, norm_weight, residual, addend, len(weights), len(biases), keep_norm)
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)
     x = x if addend is None else x + addend
@@ -170,6 +170,15 @@ def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
     keys.index_copy_(2, places, rotated(k, k_norm).transpose(1, 2))
     values.index_copy_(2, places, v.transpose(1, 2))
     return rotated(q, q_norm).clone(memory_format=torch.contiguous_format)
+
+
+def attention(q, keys, values, mask, scale):
+    """Attention of the heads of q [B, S, H, D] over a cache, by torch's own operator."""
+    checks.check_attention(q, keys, values, mask)
+    out = F.scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != keys.shape[1]
+    )
+    return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
 
 
 def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):

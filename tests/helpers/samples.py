@@ -182,8 +182,8 @@ def _linears(rng, device):
     norm = rng.choice((None, random(k)))
     residual = random(*lead, weights[0].shape[0]) if count == 1 and rng.random() < 0.5 else None
     options = {"keep_norm": norm is not None and rng.random() < 0.5}
-    options["addend"] = rng.choice((None, random(*lead, k)))
-    return (random(*lead, k), weights, biases, norm, 1e-6, residual), options
+    addend = rng.choice((None, random(*lead, k)))
+    return (random(*lead, k), weights, biases, norm, 1e-6, residual, addend), options
 
 
 def _top_experts(rng, device):
@@ -208,6 +208,19 @@ def _update_cache(rng, device):
     caches = [random(sequences, heads, length, size) for _ in range(2)]
     start = torch.tensor(rng.randint(0, length - tokens), device=device)
     return (q, k, v, *angles, *norms, 1e-6, *caches, start), {}
+
+
+def _attention(rng, device):
+    dtype, size, tokens = rng.choice(FLOATS), rng.choice((2, 64, 128)), rng.choice((1, 1, 3))
+    sequences, heads, length = rng.randint(1, 3), rng.randint(1, 2), rng.randint(1, 40)
+
+    def random(*shape):
+        return torch.randn(*shape, device=device).to(dtype)
+
+    caches = [random(sequences, heads, length, size) for _ in range(2)]
+    mask = torch.rand(rng.choice((1, sequences)), 1, tokens, length, device=device) < 0.7
+    q = random(sequences, tokens, heads * rng.choice((1, 3)), size)
+    return (q, *caches, rng.choice((None, mask)), 0.3), {}
 
 
 def _quantize(rng, device):
@@ -273,6 +286,7 @@ SAMPLES = {
     "moe_slots": _moe_slots,
     "moe_input_grads": _moe_input_grads,
     "linears": _linears,
+    "attention": _attention,
     "top_experts": _top_experts,
     "update_cache": _update_cache,
     "moe_ep": _moe_ep,

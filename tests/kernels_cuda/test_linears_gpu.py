@@ -163,10 +163,10 @@ def test_an_addend_is_added_first(dtype, rows):
 
     for k, sizes in ((2048, (4096, 512, 512)), (2048, (128,)), (64, (48,)), (4096, (1000, 33))):
         x, addend, norm = draw(rows, k), draw(rows, k), draw(k)
-        given = x, [draw(n, k) / 32 for n in sizes], [None] * len(sizes), norm, 1e-6, None
+        given = x, [draw(n, k) / 32 for n in sizes], [None] * len(sizes), norm, 1e-6, None, addend
         for keep in (False, True):
-            got = torch.ops.fp4.linears(*given, keep_norm=keep, addend=addend)
-            want = anywhere.linears(*given, keep_norm=keep, addend=addend)
+            got = torch.ops.fp4.linears(*given, keep_norm=keep)
+            want = anywhere.linears(*given, keep_norm=keep)
             assert torch.equal(got[-1], want[-1])
             for y, its in zip(got, want, strict=True):
                 assert (y.double() - its.double()).norm() < 4e-3 * its.double().norm()

@@ -1,0 +1,92 @@
+"""Rewrites attention of one token of each sequence over a static cache to fp4::attention.
+
+torch's kernel for it cannot begin while the kernel before it runs, and the product after it cannot ask for
+its weights meanwhile. For a mask, Inductor also makes a copy of it for each layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ...runtime import native
+from ..graph.nodes import arguments, aten, integer, is_op, is_tensor, operand, same_shape, shape, static_int, value
+
+fp4 = torch.ops.fp4
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_SIZES = (64, 128)
+MAX_BYTES = 2**23
+"""Most bytes of the keys of a layer's cache. For more, torch's kernels are faster."""
+
+
+def runs(device: torch.device) -> bool:
+    """True for a GPU that has the kernel."""
+    return native.is_hopper(device)
+
+
+def write_attention(graph: fx.Graph) -> list[str]:
+    """Rewrites the layers of a step of one token. Returns a sentence that says how many."""
+    nodes = graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
+    done = sum(_write(graph, node) for node in nodes)
+    what = "attention of one token over the cache is a kernel that begins early"
+    return [f"decoding step ({done}x): {what} (fp4::attention)"] if done else []
+
+
+def _write(graph: fx.Graph, node: fx.Node) -> bool:
+    a = arguments(node)
+    query, keys, values = a["query"], _cache(a["key"]), _cache(a["value"])
+    if a["dropout_p"] != 0 or a["is_causal"] is not False or not is_tensor(query) or not is_tensor(node):
+        return False
+    if keys is None or values is None or not same_shape(shape(keys), shape(values)):
+        return False
+    if value(query).dim() != 4 or any(value(x).dtype != value(node).dtype for x in (query, keys, values)):
+        return False
+    sizes = [*map(static_int, shape(query)), *map(static_int, shape(keys))]
+    if None in sizes or value(node).dtype not in DTYPES or not runs(value(node).device):
+        return False
+    b, heads, tokens, d, same_b, kv_heads, length, same_d = (n or 0 for n in sizes)
+    if (tokens, same_b, same_d) != (1, b, d) or d not in HEAD_SIZES or 0 in (b, kv_heads, length):
+        return False
+    if heads % kv_heads or value(keys).nbytes > MAX_BYTES:
+        return False
+    mask = a["attn_mask"]
+    if mask is not None:
+        mask = _mask(mask, b, length)
+        if mask is None:
+            return False
+    scale = d**-0.5 if a["scale"] is None else a["scale"]
+    if isinstance(scale, fx.Node):
+        return False
+    with graph.inserting_before(node):
+        q = operand(query) if _swaps_heads(query) else graph.call_function(aten.transpose.int, (query, 1, 2))
+        out = graph.call_function(fp4.attention.default, (q, keys, values, mask, float(scale)))
+        swapped = graph.call_function(aten.transpose.int, (out, 1, 2))
+    swapped.meta.update(node.meta)
+    node.replace_all_uses_with(swapped)
+    graph.erase_node(node)
+    return True
+
+
+def _cache(x: Any) -> fx.Node | None:
+    """Returns keys or values [B, H, L, D] that lie in memory in this order."""
+    if is_op(x, aten.squeeze) and is_op(operand(x), aten.unsqueeze) and len(x.args) == 2:
+        if integer(x, 1) == integer(operand(x), 1) >= 0:
+            x = operand(operand(x))
+    return x if is_tensor(x) and value(x).dim() == 4 and value(x).is_contiguous() else None
+
+
+def _mask(x: Any, b: int, length: int) -> fx.Node | None:
+    """Returns which keys [B or 1, 1, 1, L] the heads of a sequence see."""
+    if is_op(x, aten.expand) and value(operand(x)).dim() == 4:
+        x = operand(x)
+    if not is_tensor(x) or value(x).dtype != torch.bool:
+        return None
+    return x if any(same_shape(shape(x), (n, 1, 1, length)) for n in (1, b)) else None
+
+
+def _swaps_heads(x: fx.Node) -> bool:
+    """True for a view [B, H, S, D] of [B, S, H, D]."""
+    return is_op(x, aten.transpose) and {integer(x, i) % 4 for i in (1, 2)} == {1, 2}

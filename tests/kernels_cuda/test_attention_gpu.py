@@ -1,0 +1,66 @@
+"""Attention of one token over a cache (csrc/sm90/attention.cu), against float64."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_sm90_gpu import pytestmark
+
+from fp4_ops.backends import anywhere
+
+__all__ = ["pytestmark"]
+
+SCALE = 0.2
+
+
+def drawn(dtype, size, masked=True, tokens=1):
+    """New arguments; keys that are not seen are NaN."""
+    b, heads, length = random.randint(1, 6), random.randint(1, 3), random.choice((1, 5, 40, random.randint(1, 400)))
+
+    def draw(*shape):
+        return torch.randn(*shape, device="cuda").to(dtype)
+
+    q = draw(b, tokens, heads * random.choice((1, 2, 4, 7, 8)), size)
+    caches = [draw(b, heads, length, size) for _ in range(2)]
+    mask = None
+    if masked:
+        n = random.choice((1, b))
+        mask = torch.rand(n, 1, tokens, length, device="cuda") < random.random()
+        if random.random() < 0.5:  # as a cache is filled
+            mask = torch.arange(length, device="cuda") < torch.randint(0, length + 1, (n, 1, tokens, 1), device="cuda")
+        if tokens == 1:
+            for x in caches:
+                x.masked_fill_(~mask.expand(b, -1, -1, -1).transpose(2, 3), torch.nan)
+    return q, *caches, mask, SCALE
+
+
+def expected(q, keys, values, mask, scale):
+    keys, values = (x.double().nan_to_num().repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (keys, values))
+    out = F.scaled_dot_product_attention(q.double().transpose(1, 2), keys, values, mask, scale=scale)
+    return out.nan_to_num().transpose(1, 2)  # no key is seen: 0
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attends_to_the_keys_that_are_seen(dtype, size):
+    for masked in (True,) * 6 + (False,) * 2:
+        given = drawn(dtype, size, masked)
+        got, again, want = torch.ops.fp4.attention(*given), torch.ops.fp4.attention(*given), expected(*given)
+        assert torch.equal(got, again) and got.is_contiguous()
+        error = (got.double() - want).norm() / want.norm().clamp_min(1e-9)
+        assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), (*(x.shape for x in given[:3]), float(error))
+
+
+def test_numbers_that_are_not_finite_are_not_hidden():
+    q, keys, values, _, scale = drawn(torch.bfloat16, 128, masked=False)
+    values[0, 0, -1] = torch.inf
+    keys[-1, -1, 0] = torch.nan
+    got = torch.ops.fp4.attention(q, keys, values, None, scale)
+    assert not got[0, 0, 0].isfinite().any() and got[-1, 0, -1].isnan().all()
+
+
+def test_sizes_and_tokens_of_no_kernel():
+    for size, dtype, tokens in ((96, torch.bfloat16, 1), (128, torch.float32, 1), (128, torch.bfloat16, 3)):
+        given = drawn(dtype, size, masked=False, tokens=tokens)
+        torch.testing.assert_close(torch.ops.fp4.attention(*given), anywhere.attention(*given))
