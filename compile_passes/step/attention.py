@@ -12,7 +12,18 @@ import torch
 from torch import fx
 
 from ...runtime import native
-from ..graph.nodes import arguments, aten, integer, is_op, is_tensor, operand, same_shape, shape, static_int, value
+from ..graph.nodes import (
+    arguments,
+    aten,
+    integer,
+    is_op,
+    is_tensor,
+    operand,
+    same_shape,
+    shape,
+    static_int,
+    value,
+)
 
 fp4 = torch.ops.fp4
 
@@ -31,7 +42,7 @@ def write_attention(graph: fx.Graph) -> list[str]:
     """Rewrites the layers of a step of one token. Returns a sentence that says how many."""
     nodes = graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     done = sum(_write(graph, node) for node in nodes)
-    what = "attention of one token over the cache is a kernel that begins early"
+    what = "attention of one token over the cache begins early"
     return [f"decoding step ({done}x): {what} (fp4::attention)"] if done else []
 
 
@@ -72,9 +83,13 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
 
 def _cache(x: Any) -> fx.Node | None:
     """Returns keys or values [B, H, L, D] that lie in memory in this order."""
-    if is_op(x, aten.squeeze) and is_op(operand(x), aten.unsqueeze) and len(x.args) == 2:
-        if integer(x, 1) == integer(operand(x), 1) >= 0:
-            x = operand(operand(x))
+    if (
+        is_op(x, aten.squeeze)
+        and is_op(operand(x), aten.unsqueeze)
+        and x.args[1:] == operand(x).args[1:]
+        and integer(x, 1) >= 0
+    ):
+        x = operand(operand(x))
     return x if is_tensor(x) and value(x).dim() == 4 and value(x).is_contiguous() else None
 
 

@@ -16,7 +16,7 @@ struct AttentionParams {
   void* out = nullptr;           // like q
   int64_t mask_stride = 0;       // from a sequence to the next
   int sequences = 0, q_heads = 0, kv_heads = 0, length = 0;
-  int size = 0;   // of a head: 64 or 128
+  int size = 0;  // of a head: 64 or 128
   float scale = 0;
   DType type = DType::kBFloat16;  // of all tensors but the mask: 16 bits
   // The launcher sets these.

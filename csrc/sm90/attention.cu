@@ -212,8 +212,8 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
     if (t == 0) sh.weights[half][h] = sums.of[h];
 #pragma unroll
     for (int e = 0; e < kEach; e += 4)
-      sh.values[half][h][t * (kEach / 4) + e / 4] = make_float4(
-          sums.values[h][e], sums.values[h][e + 1], sums.values[h][e + 2], sums.values[h][e + 3]);
+      sh.values[half][h][t * (kEach / 4) + e / 4] =
+          make_float4(sums.values[h][e], sums.values[h][e + 1], sums.values[h][e + 2], sums.values[h][e + 3]);
   }
   __syncthreads();
   if (splits > 1) cluster_wait();  // all blocks have begun
@@ -251,8 +251,8 @@ int launch(AttentionParams p, int sms, cudaStream_t stream) {
     ++p.split_bits;
   if (clusters << p.split_bits > INT32_MAX) return cudaErrorInvalidValue;
   const unsigned splits = 1 << p.split_bits;
-  const LaunchShape shape = {dim3(unsigned(clusters) * splits), dim3(kThreads),
-                             sizeof(Shared<kSize, kHeads>), splits, true};
+  const LaunchShape shape = {dim3(unsigned(clusters) * splits), dim3(kThreads), sizeof(Shared<kSize, kHeads>),
+                             splits, true};
   return launch_kernel(attention_kernel<Half, kSize, kHeads>, shape, true, stream, p);
 }
 

@@ -93,7 +93,7 @@ def test_a_layer_is_one_call(kind):
     if kind != "no mask":  # a mask that sequences share is not copied for each
         assert call.args[3].meta["val"].shape == (1, 1, 1, LENGTH)
     assert done.said == [
-        "decoding step (1x): attention of one token over the cache is a kernel that begins early (fp4::attention)"
+        "decoding step (1x): attention of one token over the cache begins early (fp4::attention)"
     ]
     assert done.undone[0] == done.undone[1]
 
