@@ -137,6 +137,7 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   p.x = pointer(values);
   p.addend = pointer(first);
   p.norm_weight = pointer(norm);
+  if (norm && pointer(norm) != pointer(norm_weight)) p.early = false;  // a kernel before this one copies it
   p.residual = pointer(added);
   p.config = *config;
   check_launch(here.kernels().linears(&p, here.sms(), here.stream()), "fp4_kernel_linears");

@@ -193,11 +193,22 @@ struct LinearRows {
     return reinterpret_cast<const uint32_t&>(sum);
   }
 
-  // Adds this thread's values of x and of the addend. `sum`: gets the sums in plain order, or null.
-  __device__ __forceinline__ void add(const LinearsParams& p, void* sum) const {
+  // Copies the norm's weight to `norm`.
+  __device__ __forceinline__ void bring_norm(const LinearsParams& p, uint4* norm) const {
+    const auto* from = static_cast<const uint16_t*>(p.norm_weight) + first * kStepK;
+    for (int i = threadIdx.x; i * 8 < count * kStepK; i += kLinearThreads) {
+      const bool there = first * kStepK + i * 8 < p.k;
+      copy_16(smem_address(norm + i), there ? from + i * 8 : from, there);
+    }
+  }
+
+  // Loads this thread's values of x, and adds the addend. `sum`: gets the sums in plain order, or null. These
+  // are no asynchronous copies: they would arrive after all weights that were requested before.
+  __device__ __forceinline__ void load(const LinearsParams& p, void* sum) const {
+    if (row() >= p.rows) return;
     const int64_t at = int64_t(row()) * p.k;
     const auto* x = static_cast<const typename H::One*>(p.x) + at;
-    const auto* addend = static_cast<const typename H::One*>(p.addend) + at;
+    const auto* addend = p.addend ? static_cast<const typename H::One*>(p.addend) + at : nullptr;
     auto* const out = static_cast<typename H::One*>(sum) + at;
     for_each([&](int k, uint4* to) {
       uint4 v[4], w[4];
@@ -205,41 +216,18 @@ struct LinearRows {
       for (int i = 0; i < 4; ++i) {
         const bool there = k + 8 * i < p.k;
         v[i] = there ? *reinterpret_cast<const uint4*>(x + k + 8 * i) : make_uint4(0, 0, 0, 0);
-        w[i] = there ? *reinterpret_cast<const uint4*>(addend + k + 8 * i) : make_uint4(0, 0, 0, 0);
+        if (addend)
+          w[i] = there ? *reinterpret_cast<const uint4*>(addend + k + 8 * i) : make_uint4(0, 0, 0, 0);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        v[i] = make_uint4(added(v[i].x, w[i].x), added(v[i].y, w[i].y), added(v[i].z, w[i].z),
-                          added(v[i].w, w[i].w));
+        if (addend)
+          v[i] = make_uint4(added(v[i].x, w[i].x), added(v[i].y, w[i].y), added(v[i].z, w[i].z),
+                            added(v[i].w, w[i].w));
         to[place(i)] = v[i];
         if (sum && k + 8 * i < p.k) *reinterpret_cast<uint4*>(out + k + 8 * i) = v[i];
       }
     });
-  }
-
-  // Copies this thread's values of x, or adds the addend to them, and copies the norm's weight to `norm`
-  // unless that is null. `sum`: gets the sums, or null.
-  __device__ __forceinline__ void bring(const LinearsParams& p, uint4* norm, void* sum) const {
-    if (norm) {
-      const auto* from = static_cast<const uint16_t*>(p.norm_weight) + first * kStepK;
-      for (int i = threadIdx.x; i * 8 < count * kStepK; i += kLinearThreads) {
-        const bool there = first * kStepK + i * 8 < p.k;
-        copy_16(smem_address(norm + i), there ? from + i * 8 : from, there);
-      }
-    }
-    if (row() < p.rows && p.addend) {
-      add(p, sum);
-    } else if (row() < p.rows) {
-      const auto* x = static_cast<const typename H::One*>(p.x) + int64_t(row()) * p.k;
-      for_each([&](int k, uint4* to) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const bool there = k + 8 * i < p.k;
-          copy_16(smem_address(to + place(i)), there ? x + k + 8 * i : x, there);
-        }
-      });
-    }
-    copy_commit();
   }
 
   // The sum of the squares of this thread's values.
@@ -377,16 +365,17 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
     for (int j = 0; j < depth; ++j) request(ring + j * kSlot);
   };
 
-  if (p.early) begin_requests();
-  wait_previous_kernel();
-  release_next_kernel();
-  x.bring(p, p.norm_weight ? norm : nullptr, cluster == 0 ? p.sum : nullptr);
+  if (!p.early) wait_previous_kernel();
+  if (p.norm_weight) x.bring_norm(p, norm);
+  copy_commit();
   if (p.early) {
-    copy_wait<0>();
-  } else {
     begin_requests();
-    copy_wait_but<0>(depth);
+    wait_previous_kernel();
   }
+  release_next_kernel();
+  x.load(p, cluster == 0 ? p.sum : nullptr);
+  if (!p.early) begin_requests();
+  copy_wait_but<0>(depth);  // the norm's weight has arrived
 
   if (blocks > 1) cluster_wait();  // all blocks have begun
   float scale = 1.f;
