@@ -49,14 +49,14 @@ def write_attention(graph: fx.Graph) -> list[str]:
 def _write(graph: fx.Graph, node: fx.Node) -> bool:
     a = arguments(node)
     query, keys, values = a["query"], _cache(a["key"]), _cache(a["value"])
-    if a["dropout_p"] != 0 or a["is_causal"] is not False or not is_tensor(query) or not is_tensor(node):
+    if a["dropout_p"] != 0 or a["is_causal"] is not False or not is_tensor(query):
         return False
     if keys is None or values is None or not same_shape(shape(keys), shape(values)):
         return False
-    if value(query).dim() != 4 or any(value(x).dtype != value(node).dtype for x in (query, keys, values)):
+    if value(query).dim() != 4 or any(value(x).dtype != value(query).dtype for x in (keys, values)):
         return False
     sizes = [*map(static_int, shape(query)), *map(static_int, shape(keys))]
-    if None in sizes or value(node).dtype not in DTYPES or not runs(value(node).device):
+    if None in sizes or value(query).dtype not in DTYPES or not runs(value(query).device):
         return False
     b, heads, tokens, d, same_b, kv_heads, length, same_d = (n or 0 for n in sizes)
     if (tokens, same_b, same_d) != (1, b, d) or d not in HEAD_SIZES or 0 in (b, kv_heads, length):
