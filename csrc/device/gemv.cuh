@@ -328,8 +328,7 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
     const int at = __shfl_sync(~0u, ats, j), slice = __shfl_sync(~0u, whats, j) & 0xFF;
     const int steps = min(kSliceSteps, k_steps - slice * kSliceSteps), byte = lane * 128;
     if (byte < steps * kStepCodes) prefetch_line(p.codes + int64_t(at) * kStepCodes + byte);
-    if (byte < steps * Words::kStepScales)
-      prefetch_line(p.scales + int64_t(at) * Words::kStepScales + byte);
+    if (byte < steps * Words::kStepScales) prefetch_line(p.scales + int64_t(at) * Words::kStepScales + byte);
   }
   if (p.early) {
     wait_previous_kernel();
