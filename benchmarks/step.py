@@ -10,7 +10,10 @@ compile at the same time, and are timed one after another. gpt-oss-120b needs 66
 
 First a compiled step's logits are compared with those of the same model, uncompiled. Experts are chosen by
 numbers that are rounded, so a model of many layers with random weights differs by more than rounding.
-`noise` says by how much: the uncompiled model, with each number of its cache rounded once more.
+`noise` says by how much: the uncompiled model, with each number of its cache rounded once more. At batch 64
+Inductor does not round the sums of the residual to bfloat16 as the uncompiled model does. With 24 layers the
+error is then 1.1e-2, that of torch.compile's bf16 model is 1.2e-2, and with `emulate_precision_casts` ours is
+4.8e-3.
 
     fp4      fp4_ops.prepare(model, format), torch.compile(model, backend="fp4"); MODELS has the format
     stock    the bf16 model, torch.compile(model)

@@ -29,8 +29,10 @@ fp4 = torch.ops.fp4
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_SIZES = (64, 128)
-MAX_BYTES = 2**23
-"""Most bytes of the keys of a layer's cache. For more, torch's kernels are faster."""
+MAX_BYTES = 2**20
+"""Most bytes of the keys of a layer's cache. On an H200, six layers take 420 us with this operator and 442 us
+with torch's kernel for 1 sequence of 100 keys (0.1 MB), but 948 and 873 us for 64 sequences (7 MB).
+"""
 
 
 def runs(device: torch.device) -> bool:

@@ -324,13 +324,14 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
     loads.fetch(j);
     if (j % 2 == 0) loads.fetch_scales(j);
   }
-  for (int j = 1; warp + kGemvWarps * j < units; ++j) {  // prefetch what is loaded later
-    const int at = __shfl_sync(~0u, ats, j), slice = __shfl_sync(~0u, whats, j) & 0xFF;
-    const int steps = min(kSliceSteps, k_steps - slice * kSliceSteps), byte = lane * 128;
-    if (byte < steps * kStepCodes) prefetch_line(p.codes + int64_t(at) * kStepCodes + byte);
-    if (byte < steps * Words::kStepScales) prefetch_line(p.scales + int64_t(at) * Words::kStepScales + byte);
-  }
   if (p.early) {
+    for (int j = 1; warp + kGemvWarps * j < units; ++j) {  // prefetch what is loaded later
+      const int at = __shfl_sync(~0u, ats, j), slice = __shfl_sync(~0u, whats, j) & 0xFF;
+      const int steps = min(kSliceSteps, k_steps - slice * kSliceSteps), byte = lane * 128;
+      if (byte < steps * kStepCodes) prefetch_line(p.codes + int64_t(at) * kStepCodes + byte);
+      if (byte < steps * Words::kStepScales)
+        prefetch_line(p.scales + int64_t(at) * Words::kStepScales + byte);
+    }
     wait_previous_kernel();
     activations.load(p);
   }
