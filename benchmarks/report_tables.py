@@ -175,7 +175,7 @@ def floor_summary() -> str:
 
 @table
 def batch_invariance_gpu() -> str:
-    name = "batch_invariance_gpu_h100"
+    name = "batch_invariance_gpu_h200"
     keys = ["model", "tokens", "auto_us", "exact_us", "invariant_us", "cost", "cost_auto"]
     heads = ["model", "tokens", "auto, us", "bf16 rows, us", "invariant, us", "over bf16 rows", "over auto"]
     lines = ([r[k] for k in keys] for r in rows(name, "batch_invariance"))
