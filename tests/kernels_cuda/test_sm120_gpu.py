@@ -285,7 +285,7 @@ SMALL = 40, 320
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_first_use_agrees(format, launches):
-    assert native.first_error(format, repeats=2, shape=SMALL) <= 1e-6 < native.BOUND
+    assert native.first_error(format, repeats=2, shape=SMALL) <= 0.6 * native.BOUND
 
 
 def no_order(given):
@@ -304,7 +304,21 @@ def shifted_scales(given):
     given.scales += 1
 
 
-@pytest.mark.parametrize("change", [no_order, other_format, other_factor, shifted_scales])
+def no_bias(given):
+    given.bias = None
+
+
+def other_rows(given):
+    given.a_div = 1
+
+
+def other_results(given):
+    given.out_type = {1: 2, 2: 1}.get(given.out_type, given.out_type)
+
+
+@pytest.mark.parametrize(
+    "change", [no_order, other_format, other_factor, shifted_scales, no_bias, other_rows, other_results]
+)
 def test_the_first_use_finds_wrong_kernels(change, launches):
     launches[1].append(change)
     assert not native.first_error("nvfp4", repeats=1, shape=SMALL) <= native.BOUND

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 BOUND = 1e-5
 """Bound of the error at the first use. Products are exact and sums are float32."""
+ROUNDING = {torch.float32: 1, torch.bfloat16: 400, torch.float16: 50}
+"""Factor on the bound for each dtype of results, which are rounded to it."""
 MOST_GROUPS = 1023
 """Most groups that the routing kernel sorts."""
 
@@ -53,9 +55,10 @@ def trusted(format: str, device_index: int) -> bool:
 
 
 def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 832)) -> float:
-    """The largest error of every candidate and kind of groups, relative to the norm. `shape`: N and K of the
-    weights; N ends inside a tile, and K inside a step.
+    """The largest error of every candidate and kind of groups, relative to the norm and to `ROUNDING`.
 
+    shape: N and K of the weights; N ends inside a tile, and K inside a step. Each candidate runs with float32
+    results without bias, and in one of the 16-bit dtypes with a bias and two rows of results for each row.
     It is infinite if repeats differ in a bit, or if a kernel does not run.
     """
     generator = torch.Generator().manual_seed(0)
@@ -75,28 +78,36 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
 
     weight = random((groups, n))
     dense = values(*weight)
+    bias = torch.randn((groups, n), generator=generator, device="cpu", dtype=torch.float32).to(place)
+    bias *= dense.std() * k**0.5
     counts = torch.tensor([130, 0, 37], device=place, dtype=torch.int32)
     for config in range(scaled.CANDIDATES):
-        for route, m, ids in _routes(counts):
-            x = random((ids.numel(),))
-            codes, scales, factor = (t[:1] if route.mode == scaled.DENSE else t for t in weight)
-            w = scaled.Weights(codes, scales, factor, None, format)
-            outs = []
-            for _ in range(repeats):
-                out = torch.full((ids.numel(), n), torch.nan, device=place, dtype=torch.float32)
-                try:
-                    scaled.multiply(scaled.Rows(*x), w, out, m, route, config=config)
-                except RuntimeError as error:
-                    logging.getLogger("fp4_ops").warning("fp4: FP4 x FP4 by CUDA does not run: %s", error)
+        half = (torch.bfloat16, torch.float16)[config % 2]
+        for dtype, a_div in ((torch.float32, 1), (half, 2)):
+            for route, m, ids in _routes(counts):
+                x = random((-(-ids.numel() // a_div),))
+                own = slice(1) if route.mode == scaled.DENSE else slice(None)
+                added = bias[own].to(dtype) if a_div > 1 else None
+                codes, scales, factor = (t[own] for t in weight)
+                w = scaled.Weights(codes, scales, factor, added, format)
+                outs = []
+                for _ in range(repeats):
+                    out = torch.full((ids.numel(), n), torch.nan, device=place, dtype=dtype)
+                    try:
+                        scaled.multiply(scaled.Rows(*x), w, out, m, route, a_div, config)
+                    except RuntimeError as error:
+                        logging.getLogger("fp4_ops").warning("fp4: FP4 x FP4 by CUDA does not run: %s", error)
+                        return math.inf
+                    outs.append(out)
+                exact = values(*x).repeat_interleave(a_div, 0)[: ids.numel()]
+                want = torch.zeros_like(outs[0], dtype=torch.float64)
+                for e in range(groups):
+                    want[ids == e] = exact[ids == e] @ dense[e].mT
+                    if added is not None:
+                        want[ids == e] += added[e].double() if e < len(added) else 0
+                if any(not torch.equal(out, outs[0]) for out in outs[1:]):
                     return math.inf
-                outs.append(out)
-            exact = values(*x)
-            want = torch.zeros_like(outs[0], dtype=torch.float64)
-            for e in range(groups):
-                want[ids == e] = exact[ids == e] @ dense[e].mT
-            if any(not torch.equal(out, outs[0]) for out in outs[1:]):
-                return math.inf
-            found = max(found, relative_error(outs[0], want))
+                found = max(found, relative_error(outs[0], want) / ROUNDING[dtype])
     return found
 
 
