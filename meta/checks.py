@@ -332,6 +332,7 @@ def check_linears(
     weights: int,
     biases: int,
     keep_norm: bool,
+    norm_in_float: bool,
 ) -> None:
     """Checks what all products share; `check_linear` checks each. `weights`, `biases`: their numbers."""
     check_dtype("x", x, FLOATING)
@@ -348,6 +349,10 @@ def check_linears(
     check(
         not keep_norm or norm_weight is not None,
         lambda: "keep_norm is True; it needs norm_weight",
+    )
+    check(
+        not norm_in_float or norm_weight is not None,
+        lambda: "norm_in_float is True; it needs norm_weight",
     )
     if norm_weight is not None:
         check_like("norm_weight", norm_weight, "x", x)

@@ -180,8 +180,13 @@ def moe_input_grads(
 
 
 @_fake
-def linears(x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False):
-    checks.check_linears(x, norm_weight, residual, addend, len(weights), len(biases), keep_norm)
+def linears(
+    x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False,
+    norm_in_float=False,
+):  # fmt: skip
+    checks.check_linears(
+        x, norm_weight, residual, addend, len(weights), len(biases), keep_norm, norm_in_float
+    )
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)
     made = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]

@@ -184,6 +184,8 @@ def _rotated(node: fx.Node) -> _Rotated | None:
         norm = read_norm(heads)
     except NotRead:
         norm = None
+    if norm is not None and norm.in_float:
+        norm = None
     return _Rotated(node, heads, norm, cos, sin)
 
 

@@ -250,6 +250,8 @@ def _call(
 ) -> fx.Node:
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     options: dict[str, Any] = {"keep_norm": True} if keep_norm else {}
+    if norm is not None and norm.in_float:
+        options["norm_in_float"] = True
     if _is_computed(x):  # A kernel of this graph makes x, but none makes the weights.
         options["early"] = True
     norm_of = (None, 0.0) if norm is None else (norm.weight, norm.eps)

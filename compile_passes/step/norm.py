@@ -30,26 +30,28 @@ class NotRead(Exception):
 @dataclass(frozen=True)
 class Norm:
     """RMSNorm: (x.float() * rsqrt(mean(x.float() ** 2) + eps)).to(x.dtype) * weight, along the last
-    dimension.
+    dimension. `in_float`: it is rounded after the weight, not before.
     """
 
     node: fx.Node
     x: fx.Node
     weight: fx.Node
     eps: float
+    in_float: bool
 
 
 def read_norm(node: fx.Node) -> Norm | None:
     """Return the norm that computes `node`, or None if `node` does not look like a norm. Raises NotRead for a
     norm that the operators do not compute.
     """
+    product, in_float = node, False
     if is_float_cast(node) and any(_scaled(_uncast(a)) is not None for a in _factors(operand(node))):
-        raise NotRead("the norm multiplies by its weight before it rounds")  # gpt-oss does this
+        product, in_float = operand(node), True
     if (made := item(node)) is not None and is_op(made[0], aten.native_layer_norm) and made[1] == 0:
         raise NotRead("the norm subtracts the mean (LayerNorm)")
-    if not is_op(node, aten.mul) or not is_tensor(node):
+    if not is_op(product, aten.mul) or not is_tensor(product):
         return None
-    for weight, scaled in _each_way(node):
+    for weight, scaled in _each_way(product):
         if not (is_tensor(weight) and is_tensor(scaled)):
             continue
         found, cast = _scaled(_uncast(scaled)), is_float_cast(scaled)
@@ -57,15 +59,20 @@ def read_norm(node: fx.Node) -> Norm | None:
             continue
         x, eps = found
         dtype = value(node).dtype
+        weight = _uncast(weight) if in_float else weight
         if not same_shape(shape(weight), shape(node)[-1:]):
             raise NotRead("the norm's weight does not have one number for each element")
         if weight.op != "placeholder":
             raise NotRead("the norm's weight is computed in the graph (as 1 + w)")
         if dtype not in FLOATING or {value(x).dtype, value(weight).dtype} != {dtype}:
             raise NotRead("the norm's input, weight and result have different dtypes")
-        if value(scaled).dtype != dtype or not (cast or dtype == torch.float32):
-            raise NotRead("the norm multiplies by its weight before it rounds")
-        return Norm(node, x, weight, eps)
+        if in_float:
+            known = not cast and value(product).dtype == torch.float32
+        else:
+            known = value(scaled).dtype == dtype and (cast or dtype == torch.float32)
+        if not known:
+            raise NotRead("the norm is rounded at other places")
+        return Norm(node, x, weight, eps, in_float)
     return None
 
 

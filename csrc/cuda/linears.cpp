@@ -78,9 +78,9 @@ namespace {
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
                             const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
                             double eps, const OptionalTensor& residual, const OptionalTensor& addend,
-                            bool early, bool keep_norm) {
+                            bool early, bool keep_norm, bool norm_in_float) {
   const int count = int(weights.size());
-  check_linears(x, norm_weight, residual, addend, count, int64_t(biases.size()), keep_norm);
+  check_linears(x, norm_weight, residual, addend, count, int64_t(biases.size()), keep_norm, norm_in_float);
   for (int i = 0; i < count; ++i) check_linear(x, weights[i], biases[i], residual);
   const Here here(x);
   const int64_t k = size(x, -1), rows = k > 0 ? x.numel() / k : 0;
@@ -105,6 +105,7 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
     p.bias_type = p.type;
     p.eps = float(eps);
     p.early = early;
+    p.norm_in_float = norm_in_float;
     for (int i = 0; i < count; ++i) p.weight[i].n = int(weights[i].size(0));
     p.norm_weight = norm_weight ? pointer(*norm_weight) : nullptr;
     config = configure_linears(p, here.gpu());
@@ -112,7 +113,7 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   if (!config)
     return fallback<std::vector<Tensor>>("linears", "its kernel does not take these rows or weights", x,
                                          weights, biases, norm_weight, eps, residual, addend, early,
-                                         keep_norm);
+                                         keep_norm, norm_in_float);
 
   const Tensor values = as_operand(x);
   const OptionalTensor first = as_operand(addend);

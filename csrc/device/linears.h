@@ -42,7 +42,8 @@ struct LinearsParams {
   int count = 0, rows = 0, k = 0;  // k: a multiple of kLinearStepK
   float eps = 0;
   DType type = DType::kBFloat16, bias_type = DType::kBFloat16;
-  bool early = false;  // the weights and the norm's were there before the previous kernel began
+  bool early = false;          // the weights and the norm's were there before the previous kernel began
+  bool norm_in_float = false;  // the norm rounds after it multiplies by its weight, not before
   LinearsConfig config;
   // The launcher sets these and all below.
   int tiles = 0, steps = 0, rounds = 0;

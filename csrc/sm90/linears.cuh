@@ -247,10 +247,12 @@ struct LinearRows {
     return sum;
   }
 
-  static __device__ __forceinline__ uint32_t normalized(uint32_t w, float scale, uint32_t weight) {
-    const float2 f = H::floats(w);
-    const typename H::Two v =
+  static __device__ __forceinline__ uint32_t normalized(uint32_t w, float scale, uint32_t weight,
+                                                        bool in_float) {
+    const float2 f = H::floats(w), g = H::floats(weight);
+    const typename H::Two rounded =
         __hmul2_rn(H::pair(f.x * scale, f.y * scale), reinterpret_cast<const typename H::Two&>(weight));
+    const typename H::Two v = in_float ? H::pair(f.x * scale * g.x, f.y * scale * g.y) : rounded;
     return reinterpret_cast<const uint32_t&>(v);
   }
 
@@ -267,8 +269,10 @@ struct LinearRows {
         v[i] = to[place(i)];
         if (weight) {
           const uint4 by = weight[(k - first * kStepK) / 8 + i];
-          v[i] = make_uint4(normalized(v[i].x, scale, by.x), normalized(v[i].y, scale, by.y),
-                            normalized(v[i].z, scale, by.z), normalized(v[i].w, scale, by.w));
+          const bool in_float = p.norm_in_float;
+          v[i] = make_uint4(
+              normalized(v[i].x, scale, by.x, in_float), normalized(v[i].y, scale, by.y, in_float),
+              normalized(v[i].z, scale, by.z, in_float), normalized(v[i].w, scale, by.w, in_float));
           if (normed && k + 8 * i < p.k) *reinterpret_cast<uint4*>(out + k + 8 * i) = v[i];
         }
       }

@@ -132,21 +132,26 @@ def from_masked(a, masked_m, m):
     return _by_cpu("from_masked", a, masked_m, m)
 
 
-def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _normed(x: Tensor, weight: Tensor, eps: float, in_float: bool = False) -> Tensor:
     values = x.float()
     values = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * values.to(x.dtype)
+    return (weight * values).to(x.dtype) if in_float else weight * values.to(x.dtype)
 
 
-def linears(x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False):
+def linears(
+    x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False,
+    norm_in_float=False,
+):  # fmt: skip
     """Multiplies x by each weight, with the operators that a model uses. An addend is added to x first. If
     norm_weight is given, the rows are normed then.
     """
-    checks.check_linears(x, norm_weight, residual, addend, len(weights), len(biases), keep_norm)
+    checks.check_linears(
+        x, norm_weight, residual, addend, len(weights), len(biases), keep_norm, norm_in_float
+    )
     for weight, bias in zip(weights, biases):
         checks.check_linear(x, weight, bias, residual)
     x = x if addend is None else x + addend
-    rows = x if norm_weight is None else _normed(x, norm_weight, eps)
+    rows = x if norm_weight is None else _normed(x, norm_weight, eps, norm_in_float)
     made = [F.linear(rows, weight, bias).contiguous() for weight, bias in zip(weights, biases)]
     if residual is not None:
         made = [residual + y for y in made]

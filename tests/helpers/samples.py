@@ -181,7 +181,7 @@ def _linears(rng, device):
     biases = [rng.choice((None, random(w.shape[0]))) for w in weights]
     norm = rng.choice((None, random(k)))
     residual = random(*lead, weights[0].shape[0]) if count == 1 and rng.random() < 0.5 else None
-    options = {"keep_norm": norm is not None and rng.random() < 0.5}
+    options = {name: norm is not None and rng.random() < 0.5 for name in ("keep_norm", "norm_in_float")}
     addend = rng.choice((None, random(*lead, k)))
     return (random(*lead, k), weights, biases, norm, 1e-6, residual, addend), options
 

@@ -36,7 +36,7 @@ class Params(ctypes.Structure):
         *((name, number) for name in ("count", "rows", "k")),
         ("eps", ctypes.c_float),
         *((name, number) for name in ("type", "bias_type")),
-        ("early", ctypes.c_bool),
+        *((name, ctypes.c_bool) for name in ("early", "norm_in_float")),
         *((name, number) for name in ("cluster_bits", "row_warp_bits", "clusters", "depth")),
         ("launchers", number * 9),
     ]
@@ -48,11 +48,13 @@ class Case(NamedTuple):
     biases: list[torch.Tensor | None]
     norm: torch.Tensor | None
     residual: torch.Tensor | None
+    norm_in_float: bool
 
 
 def normed(case: Case) -> torch.Tensor:
     """The rows that are multiplied, as a model computes them."""
-    return anywhere.linears(case.x, case.weights[:1], [None], case.norm, EPS, None, keep_norm=True)[1]
+    given = case.x, case.weights[:1], [None], case.norm, EPS, None
+    return anywhere.linears(*given, keep_norm=True, norm_in_float=case.norm_in_float)[1]
 
 
 def expected(case: Case, values: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -73,7 +75,7 @@ def random_case(rows: int, k: int, sizes: list[int], dtype: torch.dtype) -> Case
     biases = [draw(n) if random.random() < 0.5 else None for n in sizes]
     norm = draw(k) if random.random() < 0.5 else None
     residual = draw(rows, sizes[0]) if len(sizes) == 1 and random.random() < 0.5 else None
-    return Case(x, weights, biases, norm, residual)
+    return Case(x, weights, biases, norm, residual, norm is not None and random.random() < 0.5)
 
 
 def launch(
@@ -94,7 +96,7 @@ def launch(
         p.weight[i] = Weight(at(w), at(bias), at(out), sizes[i])
     p.count, p.rows, p.k, p.eps = len(outs), rows, k, EPS
     p.type = p.bias_type = CODES[case.x.dtype]
-    p.early = random.random() < 0.5
+    p.early, p.norm_in_float = random.random() < 0.5, case.norm_in_float
     p.cluster_bits, p.row_warp_bits, p.clusters, p.depth = division
     stream = torch.cuda.current_stream().cuda_stream
     loaded = library.library()
@@ -134,13 +136,15 @@ def test_operator(dtype):
         case = random_case(rows, 64 * random.randint(1, 5), [40, 16, 128], dtype)
         keep = case.norm is not None
         given = case.x[:, None], case.weights, case.biases, case.norm, EPS, None
-        got = torch.ops.fp4.linears(*given, early=True, keep_norm=keep)
+        options = {"keep_norm": keep, "norm_in_float": case.norm_in_float}
+        got = torch.ops.fp4.linears(*given, early=True, **options)
         want = expected(case, case.weights) + ([normed(case).double()] if keep else [])
         assert [y.shape for y in got] == [(rows, 1, y.shape[1]) for y in want]
         for y, right in zip(got, want):
             assert error(y[:, 0], right) < BOUND[dtype]
     case = random_case(2, 128, [48], dtype)._replace(residual=torch.randn(2, 48, device="cuda").to(dtype))
-    (got,) = torch.ops.fp4.linears(case.x, case.weights, case.biases, case.norm, EPS, case.residual)
+    given = case.x, case.weights, case.biases, case.norm, EPS, case.residual
+    (got,) = torch.ops.fp4.linears(*given, norm_in_float=case.norm_in_float)
     assert error(got, expected(case, case.weights)[0]) < BOUND[dtype]
 
 

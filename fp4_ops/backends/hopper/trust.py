@@ -43,10 +43,13 @@ def _error(dtype: torch.dtype, device: str, rows: int) -> float:
     weights = [draw(n, K) / 32 for n in (4096, 512, 128)]
     got = torch.ops.fp4.linears(x, weights, [None] * 3, scale, EPS, None, keep_norm=True)
     got += torch.ops.fp4.linears(x, weights[1:2], [None], None, 0.0, residual, early=True)
+    got += torch.ops.fp4.linears(x, weights[2:], [None], scale, EPS, None, norm_in_float=True)
     wide = x.float()
-    normed = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(dtype) * scale
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    normed, in_float = wide.to(dtype) * scale, (wide * scale).to(dtype)
     want = [normed.double() @ w.double().T for w in weights] + [normed.double()]
     want.append(x.double() @ weights[1].double().T + residual.double())
+    want.append(in_float.double() @ weights[2].double().T)
     return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
 
 

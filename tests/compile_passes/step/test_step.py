@@ -149,6 +149,14 @@ class Late(Norm):
         )
 
 
+class LateWeight(Norm):
+    """The same, with a weight that is not widened first (gpt-oss)."""
+
+    def forward(self, x):
+        wide = x.float()
+        return (self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+
+
 class Whole(Norm):
     """The mean is one of all rows."""
 
@@ -249,11 +257,29 @@ def test_a_layer_norm_is_refused_with_the_reason(device):
     assert not done.calls("linears") and any("LayerNorm" in said for said in done.also)
 
 
-@pytest.mark.parametrize("norm", [Gemma, Late, Whole, Cube, Centred])
+@pytest.mark.parametrize("norm", [Gemma, Whole, Cube, Centred])
 def test_other_norms_stay(device, norm):
     done = run(Attention(norm).to(device, BF16), draw(device, 3, 1, K))
     assert [c.args[3] for c in done.calls("linears")] == [None]  # the residual
-    assert norm is not Late or any("before it rounds" in said for said in done.also)
+
+
+@pytest.mark.parametrize("norm", [Late, LateWeight])
+def test_a_norm_that_rounds_after_its_weight(device, norm):
+    done = run(Attention(norm).to(device, BF16), draw(device, 3, 1, K))
+    normed, residual = done.calls("linears")
+    assert normed.kwargs["norm_in_float"] and residual.args[3] is None
+
+
+def test_a_norm_that_rounds_twice_stays(device):
+    class Twice(Norm):
+        def forward(self, x):
+            wide = x.float()
+            rounded = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+            return (self.weight.float() * rounded.float()).to(x.dtype)
+
+    done = run(Attention(Twice).to(device, BF16), draw(device, 3, 1, K))
+    assert [c.args[3] for c in done.calls("linears")] == [None]
+    assert any("rounded at other places" in said for said in done.also)
 
 
 def test_gemma_is_refused_with_the_reason(device):
@@ -414,7 +440,7 @@ NORM, RESIDUAL = "a norm and the products", "a product and the residual"
         ("qwen2_moe", 5, 2, ""),
         ("deepseek_v3", 7, 3, ""),
         ("granitemoe", 5, 0, ""),  # its residuals are scaled
-        ("gpt_oss", 0, 2, "before it rounds"),
+        ("gpt_oss", 5, 2, ""),
         ("phimoe", 0, 2, "LayerNorm"),
     ],
 )
