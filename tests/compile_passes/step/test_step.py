@@ -275,7 +275,7 @@ def test_a_norm_that_rounds_twice_stays(device):
         def forward(self, x):
             wide = x.float()
             rounded = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-            return (self.weight.float() * rounded.float()).to(x.dtype)
+            return (self.weight.float() * rounded).to(x.dtype)
 
     done = run(Attention(Twice).to(device, BF16), draw(device, 3, 1, K))
     assert [c.args[3] for c in done.calls("linears")] == [None]
