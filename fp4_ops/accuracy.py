@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .checkpoints.folder import check_folder
 from .meta.formats import FORMATS
 from .meta.text import first_line
 from .quantization.activations import ACTIVATION_MODES
@@ -121,7 +123,8 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
 def _check_name(model: str) -> None:
     """Raises ValueError for a name that is no folder and that the hub cannot give. transformers would ask the
     hub again and again, for a minute."""
-    if Path(model).is_dir():
+    if os.path.lexists(model):
+        check_folder(Path(model))
         return
     from huggingface_hub import constants, get_session, try_to_load_from_cache
     from huggingface_hub.utils import validate_repo_id

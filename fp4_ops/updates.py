@@ -48,17 +48,18 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
         raise ValueError(
             f"fp4: update: the new values for {name} are a {type(tensor).__name__}, not a tensor"
         )
-    while (inner := _wrapped(model)) is not None:
-        model = inner
+    inside = model
+    while (inner := _wrapped(inside)) is not None:
+        inside = inner
     with torch.inference_mode(False), torch.no_grad():
         if _update(model, name, name, tensor):
             return
         plain = ".".join(part for part in name.split(".") if part not in WRAPPERS)
-        renamed = _by_rules(model, plain, tensor)
-        if renamed is not None and _update(model, name, *renamed):
+        renamed = _by_rules(inside, plain, tensor)
+        if renamed is not None and _update(inside, name, *renamed):
             return
-    names = [n for n, _ in model.named_parameters()]
-    names += [n for n, m in model.named_modules() if isinstance(m, PackedWeight)]
+    names = [n for n, _ in inside.named_parameters()]
+    names += [n for n, m in inside.named_modules() if isinstance(m, PackedWeight)]
     alike = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     raise ValueError(
         f"fp4: update: the model has no weight {name}"
@@ -73,6 +74,12 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return next(iter(children.values())) if len(children) == 1 and WRAPPERS.issuperset(children) else None
 
 
+def _without_wrappers(owner: nn.Module, parts: list[str]) -> str:
+    """Returns a name without the wrappers at its start that this module does not have."""
+    own = (i for i, part in enumerate(parts) if part in owner._modules or part not in WRAPPERS)
+    return ".".join(parts[next(own, len(parts)) :])
+
+
 def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
     """Gives the weight `name` new values. Returns False if the model has no such weight. Errors call the
     weight `given`."""
@@ -83,6 +90,9 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
             break
         if child is not None:
             owner, parts = child, parts[1:]
+        elif _held(owner, own := _without_wrappers(owner, parts)) is not None:
+            parts = [own]  # it may be a wrapper's own
+            break
         elif (inner := _wrapped(owner)) is not None:
             owner = inner
         elif parts[0] in WRAPPERS:  # of the trainer's model
@@ -97,8 +107,7 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
         check(owner, place, target, given, tensor)
         write(owner, place, target, tensor)
         return True
-    held: Tensor | None = owner._parameters.get(rest)
-    held = owner._buffers.get(rest) if held is None else held
+    held = _held(owner, rest)
     held = _part_of_a_stack(owner, rest) if held is None else held
     if held is None:
         return False
@@ -117,6 +126,12 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
     held.copy_(tensor)
     reset_slots(owner)
     return True
+
+
+def _held(owner: nn.Module, name: str) -> Tensor | None:
+    """Returns a module's own parameter or buffer of that name."""
+    held: Tensor | None = owner._parameters.get(name)
+    return owner._buffers.get(name) if held is None else held
 
 
 def _part_of_a_stack(owner: nn.Module, name: str) -> Tensor | None:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..experts.find import form_of, is_experts
 from ..meta.text import first_line
 from .dialects import Dialect, StoredWeight, stored_weights
 from .files import INCOMPLETE, OTHER_MODEL, PREFIXED, CheckpointError, TensorInfo
@@ -28,10 +27,9 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
     try:
         model = _on_meta(folder)
     except Exception as error:  # possible causes: remote code, an unknown family, an incomplete config
-        warnings.warn(
+        _warn(
             f"fp4: {folder.path}: whether the result can be loaded is not known: transformers builds no "
-            f"model from its config ({type(error).__name__}: {first_line(str(error))})",
-            stacklevel=3,
+            f"model from its config ({type(error).__name__}: {first_line(str(error))})"
         )
         return
     from .placement import is_left_out, place, rules  # which import transformers
@@ -44,15 +42,14 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
         outside = [name for name in weights if _in_no_layer(where[name], modules)]
         unknown = [name for name in outside if not is_left_out(model, name)]
         if unknown:
-            warnings.warn(
+            _warn(
                 f"fp4: {len(unknown)} matrices are in layers that the model of {folder.path} does not have "
                 f"({unknown[0]} and the like); load_checkpoint will refuse the result for their sake, unless "
-                "its config has those layers",
-                stacklevel=3,
+                "its config has those layers"
             )
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
-        place(model, inside, tensors.values())
-        _check_others(folder, model, tensors, weights, set(where.values()))
+        placement = place(model, inside, tensors.values())
+        _check_others(folder, tensors, weights, {*where.values(), *placement.dense})
     except CheckpointError as error:
         is_of_the_files = any(advice in str(error) for advice in (OTHER_MODEL, INCOMPLETE, PREFIXED))
         if is_of_the_files:
@@ -67,48 +64,65 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
 
 def _check_others(
     folder: Folder,
-    model: nn.Module,
     tensors: dict[str, TensorInfo],
     weights: dict[str, StoredWeight],
     filled: set[str],
 ) -> None:
-    """Raises CheckpointError for weights of the model that no tensor of the result fills.
+    """Raises CheckpointError for weights of the model that no tensor of the result fills, or one of another
+    shape.
+
+    filled: the parameters that our loader fills.
 
     transformers is asked, with tensors on the meta device, because only it knows which may be missing. If it
-    cannot say, nothing is checked.
+    cannot say, nothing is checked, and a warning says so. If the config names no class of transformers, the
+    model may be of another class than the one that is asked, so there is only a warning.
     """
+    from transformers import AutoConfig
+
+    from .families import model_class, named_class
+
     codes = {info.name for w in weights.values() for info in w.tensors}
     state = {
         n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, t in tensors.items() if n not in codes
     }
+    config = AutoConfig.from_pretrained(folder.path)
+    named, cls = named_class(config), model_class(config)
     try:
-        info = _loading_info(folder, state)
-    except Exception:  # possible causes: remote code, a conversion that reads values
+        info = _loading_info(cls, config, state)
+    except Exception as error:  # possible causes: no accelerate, a conversion that reads values
+        _warn(
+            f"fp4: {folder.path}: whether weights outside the experts are missing is not known: transformers "
+            f"cannot compare them with its model ({type(error).__name__}: {first_line(str(error))})"
+        )
         return
-    experts = {name for name, m in model.named_modules() if is_experts(m) or form_of(m)}
-    filled |= {n for n in info["missing_keys"] if n.endswith("bias") and n.rpartition(".")[0] in experts}
-    missing = sorted(info["missing_keys"] - filled)
+    missing, mismatched = sorted(info["missing_keys"] - filled), sorted(info["mismatched_keys"])
     if missing:
         more = f" and {len(missing) - 3} more" * (len(missing) > 3)
-        raise CheckpointError(
-            f"fp4: {folder.path} has no values for {', '.join(missing[:3])}{more}, which the model of its "
-            f"config needs. {INCOMPLETE}"
-        )
-    for name, stored, wanted in info["mismatched_keys"]:
-        raise CheckpointError(
-            f"fp4: {name} of {folder.path} has shape {list(stored)}; the model's is {list(wanted)}. "
-            f"{OTHER_MODEL}"
-        )
+        wrong = f"fp4: {folder.path} has no values for {', '.join(missing[:3])}{more}, which the model"
+        wrong, advice = f"{wrong} of its config needs", INCOMPLETE
+    elif mismatched:
+        name, stored, wanted = mismatched[0]
+        wrong = f"fp4: {name} of {folder.path} has shape {list(stored)}; the model's is {list(wanted)}"
+        advice = OTHER_MODEL
+    else:
+        return
+    if named is not None:
+        raise CheckpointError(f"{wrong}. {advice}")
+    _warn(
+        f"{wrong}, if it is a {cls.__name__}. The config names no class that transformers has. If the model "
+        "is of another class, give load_checkpoint a model of that class (model_or_config)"
+    )
 
 
-def _loading_info(folder: Folder, state: dict[str, torch.Tensor]) -> dict[str, Any]:
+def _warn(message: str) -> None:
+    """Warns the caller of the command."""
+    warnings.warn(message, stacklevel=4)
+
+
+def _loading_info(cls: Any, config: Any, state: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Has transformers load a state dict of the meta device, and returns what it says about missing keys."""
-    from transformers import AutoConfig
     from transformers.utils import logging
 
-    from .families import model_class
-
-    config = AutoConfig.from_pretrained(folder.path)
     for part in (config, config.get_text_config()):
         if hasattr(part, "quantization_config"):  # the result is described by tensors here
             del part.quantization_config
@@ -117,7 +131,7 @@ def _loading_info(folder: Folder, state: dict[str, torch.Tensor]) -> dict[str, A
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        _, info = model_class(config).from_pretrained(
+        _, info = cls.from_pretrained(
             None, config=config, state_dict=state, device_map="meta", output_loading_info=True,
             ignore_mismatched_sizes=True,
         )  # fmt: skip

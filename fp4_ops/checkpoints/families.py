@@ -69,11 +69,16 @@ def config_of(path: Any, model_type: str | None, trust_remote_code: bool) -> Pre
     return AutoConfig.from_pretrained(path, trust_remote_code=True)
 
 
+def named_class(config: PretrainedConfig) -> Any | None:
+    """Returns transformers' class that the config names. None if transformers has no class of that name."""
+    found = (getattr(transformers, name, None) for name in config.architectures or ())
+    return next((cls for cls in found if cls is not None), None)
+
+
 def model_class(config: PretrainedConfig) -> Any:
     """Returns the class that the config names, or else transformers' class for it."""
-    for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+    if (named := named_class(config)) is not None:
+        return named
     for name in _AUTO:
         mapping = getattr(getattr(transformers, name, None), "_model_mapping", {})
         if type(config) in mapping:

@@ -30,7 +30,7 @@ class Folder:
 
     def __init__(self, path: str | os.PathLike[str], files: Sequence[Path] | None = None) -> None:
         self.path = Path(path)
-        _check_folder(self.path)
+        check_folder(self.path)
         if not os.path.lexists(self.path / "config.json") and (why := why_no_config(self.path)):
             raise CheckpointError(f"fp4: {self.path} has no config.json: {why}")
         self.config = self.json("config.json")
@@ -83,7 +83,8 @@ class Folder:
         return iter(sorted((t for t in self.tensors.values() if t.file == file), key=lambda t: t.offset))
 
 
-def _check_folder(path: Path) -> None:
+def check_folder(path: Path) -> None:
+    """Raises CheckpointError if `path` is no folder."""
     if path.is_dir():
         return
     if path.is_file():

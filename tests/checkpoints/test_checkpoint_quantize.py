@@ -23,7 +23,7 @@ from checkpoint_folders import (
     write_mixed,
 )
 from checkpoint_samples import edit_json, save_tensors, tiny
-from moe_models import tokens
+from moe_models import tokens, transformers
 from safetensors.torch import load_file
 
 import fp4_ops
@@ -71,16 +71,17 @@ LACKING = {
     "model.layers.1.self_attn.q_proj.weight": lambda t: None,
     "model.layers.1.mlp.gate.weight": lambda t: t[:, 1:].contiguous(),
     "experts": lambda t: None,  # those of a layer
+    "bias": lambda t: None,  # those of a layer's experts
 }
 
 
 @pytest.mark.parametrize("name", LACKING)
 def test_a_source_that_lacks_weights_outside_the_experts_is_refused(name, tmp_path):
     """As after a download without a shard and without the index: the result could not be loaded."""
-    tiny().save_pretrained(tmp_path / "bf16")
+    tiny("gpt_oss" if name == "bias" else "qwen3_moe").save_pretrained(tmp_path / "bf16")
     file = tmp_path / "bf16" / "model.safetensors"
-    tensors = load_file(file)
-    for key in [k for k in tensors if k == name or f"layers.0.mlp.{name}." in k]:
+    tensors, of_experts = load_file(file), "layers.0.mlp.experts."
+    for key in [k for k in tensors if k == name or (of_experts in k and name in ("experts", k[-4:]))]:
         changed = LACKING[name](tensors.pop(key))
         tensors |= {} if changed is None else {key: changed}
     save_tensors(file.parent, tensors)
@@ -90,6 +91,24 @@ def test_a_source_that_lacks_weights_outside_the_experts_is_refused(name, tmp_pa
             quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False, **formats)
         assert name in str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("classes", [None, ["MyEmbedder"]])
+def test_a_class_that_transformers_does_not_have_may_lack_a_head(classes, tmp_path):
+    base = transformers.Qwen3MoeModel(tiny().config).to(BF16)
+    base.save_pretrained(tmp_path / "bf16")
+    edit_json(tmp_path / "bf16" / "config.json", lambda c: c.update(architectures=classes))
+    with pytest.warns(UserWarning, match=r"no values for lm_head.weight, .* if it is a Qwen3MoeForCausalLM"):
+        quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False)
+    model = fp4_ops.load_checkpoint(base, tmp_path / "out")
+    assert len(dequantised(model)) == 4
+
+
+def test_without_accelerate_the_check_says_that_it_is_off(tmp_path, monkeypatch):
+    tiny().save_pretrained(tmp_path / "bf16")
+    monkeypatch.setattr("transformers.integrations.accelerate.is_accelerate_available", lambda: False)
+    with pytest.warns(UserWarning, match=r"outside the experts are missing is not known: .*accelerate"):
+        quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False)
 
 
 @pytest.mark.parametrize("name", [

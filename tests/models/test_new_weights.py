@@ -294,6 +294,22 @@ def test_wrappers_of_either_model_do_not_matter():
         fp4_ops.update(model, "module.nothing", torch.ones(1))
 
 
+def test_a_wrapper_has_weights_too():
+    averaged = torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    scaled = Wrapper(nn.Linear(2, 2))
+    scaled.scale = nn.Parameter(torch.ones(3))
+    scaled.module.scale = nn.Parameter(torch.ones(3))
+    fp4_ops.update(averaged, "n_averaged", torch.tensor(7))
+    fp4_ops.update(averaged, "weight", torch.full((2, 2), 3.0))
+    assert averaged.n_averaged == 7 and (averaged.module.weight == 3).all()
+    for model in (scaled, torch.compile(scaled, backend="eager")):
+        for start in ("", "_orig_mod."):
+            values, inner = torch.randn(2, 3)
+            fp4_ops.update(model, start + "scale", values)
+            fp4_ops.update(model, start + "module.scale", inner)
+            assert torch.equal(scaled.scale, values) and torch.equal(scaled.module.scale, inner)
+
+
 class Expert(nn.Module):
     def __init__(self):
         super().__init__()
