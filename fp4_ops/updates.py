@@ -32,6 +32,7 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     name: of the weight before `prepare` ("model.layers.0.mlp.experts.gate_up_proj"), of one expert's matrix
         ("model.layers.0.mlp.experts.3.gate_proj.weight"), or its name in the family's checkpoints, which
         transformers' conversion rules know. Names of wrappers (`_orig_mod.`, `module.`) may be there or not.
+        A wrapper may have weights of its own ("n_averaged" of `AveragedModel`).
     tensor: the values, on any device, with the shape that the weight has under that name. For weights in 4
         bits float32, bfloat16 or float16, and finite.
 
