@@ -21,6 +21,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import fx
 
+from ..meta.layouts import LAYOUTS
 from ..meta.torch_internals import (
     FakeTensorMode,
     OpOverload,
@@ -33,7 +34,7 @@ from .emit.mixture import Emitter
 from .emit.products import EveryUse, batched_products, linear_layers, write_product
 from .emit.writer import Writer, kernel
 from .graph.dead_code import erase_unused, read_past_writes, sweep
-from .graph.nodes import FLOATING, Canon, aten, is_op, nearest_products, unswap, value
+from .graph.nodes import FLOATING, Canon, arguments, aten, is_op, nearest_products, unswap, value
 from .graph.strides import allow_any_strides
 from .index.reader import Reader
 from .index.terms import interning
@@ -421,6 +422,19 @@ def _has_operators(s: _State) -> bool:
     return any(isinstance(site, Site) for site in s.sites)
 
 
+def _is_ours(node: fx.Node) -> bool:
+    return isinstance(node.target, OpOverload) and node.target.namespace == "fp4"
+
+
+def _may_sum_anew(s: _State) -> bool:
+    """Return whether sums may depend on the batch: nobody asked for batch invariance, neither here nor when
+    the weights of the graph's operators were packed.
+    """
+    found = {arguments(n).get("layout", "") for n in s.gm.graph.nodes if _is_ours(n)}
+    packed = any(LAYOUTS[layout].batch_invariant for layout in found & LAYOUTS.keys())
+    return _has_operators(s) and not s.options.batch_invariant and not packed
+
+
 PASSES: tuple[Pass[_State], ...] = (
     Pass("read_past_writes", _read_past_writes),
     Pass("decode", lambda s: decode_to_operator(s.gm.graph, s.facts, s.fake_mode)),
@@ -439,13 +453,13 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass(
         "step_linears",
         lambda s: s.also.extend(write_linears(s.gm.graph, s.facts.fixed - s.facts.mutated)),
-        when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its sums depend on the rows
+        when=_may_sum_anew,
     ),
     Pass("caches", lambda s: s.also.extend(write_caches(s.gm.graph)), when=_has_operators),
     Pass(
         "step_attention",
         lambda s: s.also.extend(write_step_attention(s.gm.graph)),
-        when=lambda s: _has_operators(s) and not s.options.batch_invariant,  # its sums depend on the batch
+        when=_may_sum_anew,
     ),
     Pass("counters", lambda s: s.also.extend(write_counters(s.gm.graph)), when=_has_operators),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),

@@ -1,4 +1,5 @@
-"""Rewrites attention of one token of each sequence over a static cache to fp4::attention.
+"""Rewrites attention of one token of each sequence over contiguous keys and values, such as a static cache,
+to fp4::attention.
 
 torch's kernel for it cannot begin while the kernel before it runs, and the product after it cannot ask for
 its weights meanwhile. For a mask, Inductor also makes a copy of it for each layer.
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...backends.hopper.trust import attention_kernel
 from ...runtime import native
 from ..graph.nodes import (
     arguments,
@@ -36,15 +38,15 @@ with torch's kernel for 1 sequence of 100 keys (0.1 MB), but 948 and 873 us for 
 
 
 def runs(device: torch.device) -> bool:
-    """True for a GPU that has the kernel."""
-    return native.is_hopper(device)
+    """True for a Hopper GPU on which the kernel passed the check of its first use."""
+    return native.is_hopper(device) and attention_kernel(device.index or 0)
 
 
 def write_attention(graph: fx.Graph) -> list[str]:
     """Rewrites the layers of a step of one token. Returns a sentence that says how many."""
     nodes = graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     done = sum(_write(graph, node) for node in nodes)
-    what = "attention of one token over the cache begins early"
+    what = "attention of one token begins early"
     return [f"decoding step ({done}x): {what} (fp4::attention)"] if done else []
 
 

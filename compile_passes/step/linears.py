@@ -252,7 +252,8 @@ def _call(
     options: dict[str, Any] = {"keep_norm": True} if keep_norm else {}
     if norm is not None and norm.in_float:
         options["norm_in_float"] = True
-    if _is_computed(x):  # A kernel of this graph makes x, but none makes the weights.
+    if any(_is_computed(t) for t in (x, addend) if t is not None):  # A kernel of this graph makes x, but none
+        # makes the weights.
         options["early"] = True
     norm_of = (None, 0.0) if norm is None else (norm.weight, norm.eps)
     last = (residual,) if addend is None else (residual, addend)

@@ -149,13 +149,16 @@ def seed(value: int) -> None:
     loaded.emulator_seed(value % 2**32)
 
 
+OF_A_STEP = ("attention", "linears", "top_experts", "update_cache")
+
+
 def on_gpu(value: Any) -> bool:
     """Return whether an argument names a GPU, as in `x.to("cuda")` and `torch.empty(3, device="cuda:0")`."""
     return isinstance(value, (str, torch.device)) and str(value).startswith("cuda")
 
 
 class OnCpu(TorchFunctionMode):
-    """Keep tensors for the GPU on the CPU. Operators on Hopper's layouts run what GPUs run."""
+    """Keep tensors for the GPU on the CPU. Operators on Hopper's layouts and of a step run what GPUs run."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple("cpu" if on_gpu(value) else value for value in args)
@@ -163,7 +166,8 @@ class OnCpu(TorchFunctionMode):
         if func is torch.Tensor.cuda:
             return args[0]
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
-        if str(func).startswith("fp4.") and any(word in LAYOUTS and LAYOUTS[word].native for word in words):
+        native_layout = any(word in LAYOUTS and LAYOUTS[word].native for word in words)
+        if str(func).startswith("fp4.") and (native_layout or func.__name__ in OF_A_STEP):
             return getattr(torch.ops.fp4_emulated, func.__name__)(*args, **kwargs)
         return func(*args, **kwargs)
 

@@ -55,6 +55,49 @@ def test_attends_to_the_keys_that_are_seen(dtype, size):
         assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), (given[0].shape, float(error))
 
 
+@pytest.mark.parametrize("length", [3, 100])
+def test_keys_that_one_block_has(length):
+    """Enough sequences for the GPU, so that no keys are divided: several rounds in one thread block."""
+    b = 2 * torch.cuda.get_device_properties(0).multi_processor_count // 4 + 1
+    q, keys, values = (
+        torch.randn(b, *s, 64, device="cuda").half() for s in ((1, 8), (4, length), (4, length))
+    )
+    for mask in (None, torch.rand(b, 1, 1, length, device="cuda") < 0.5):
+        got, want = (
+            torch.ops.fp4.attention(q, keys, values, mask, SCALE),
+            expected(q, keys, values, mask, SCALE),
+        )
+        assert (got.double() - want).norm() / want.norm() < 4e-4
+
+
+@pytest.mark.parametrize(
+    "view", ["mask of all", "mask apart", "part of a mask", "queries apart", "caches apart", "odd address"]
+)
+def test_operands_that_are_views(view):
+    b, length = 3, 40
+    q, keys, values = (
+        torch.randn(b, *s, 64, device="cuda").half() for s in ((1, 4), (2, length), (2, length))
+    )
+    mask = torch.rand(b, 1, 1, length, device="cuda") < 0.5
+    if view == "mask of all":
+        mask = mask[:1].expand(b, -1, -1, -1)
+    if view == "mask apart":
+        mask = mask.repeat_interleave(2, -1)[..., ::2]
+        assert mask.stride(3) == 2
+    if view == "part of a mask":
+        mask = (torch.rand(b, 1, 1, length + 9, device="cuda") < 0.5)[..., 5 : 5 + length]
+    if view == "queries apart":
+        q = torch.randn(b, 4, 1, 64, device="cuda").half().transpose(1, 2)
+        q = torch.cat([q, q], -1)[..., :64]
+    if view == "caches apart":
+        keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
+    if view == "odd address":
+        keys = torch.randn(keys.numel() + 1, device="cuda").half()[1:].view(keys.shape)
+    want = expected(q, keys, values, mask, SCALE)
+    got = torch.ops.fp4.attention(q, keys, values, mask, SCALE)
+    assert (got.double() - want).norm() / want.norm() < 4e-4
+
+
 def test_numbers_that_are_not_finite_are_not_hidden():
     q, keys, values, _, scale = drawn(torch.bfloat16, 128, masked=False)
     values[0, 0, -1] = torch.inf

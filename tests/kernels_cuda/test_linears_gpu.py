@@ -49,16 +49,22 @@ class Case(NamedTuple):
     norm: torch.Tensor | None
     residual: torch.Tensor | None
     norm_in_float: bool
+    addend: torch.Tensor | None
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """The rows before the norm."""
+        return self.x if self.addend is None else self.x + self.addend
 
 
 def normed(case: Case) -> torch.Tensor:
     """The rows that are multiplied, as a model computes them."""
-    given = case.x, case.weights[:1], [None], case.norm, EPS, None
+    given = case.rows, case.weights[:1], [None], case.norm, EPS, None
     return anywhere.linears(*given, keep_norm=True, norm_in_float=case.norm_in_float)[1]
 
 
 def expected(case: Case, values: list[torch.Tensor]) -> list[torch.Tensor]:
-    rows = case.x if case.norm is None else normed(case)
+    rows = case.rows if case.norm is None else normed(case)
     made = [rows.double() @ w.double().T for w in values]
     made = [y if b is None else y + b.double() for y, b in zip(made, case.biases)]
     if case.residual is None:
@@ -75,13 +81,17 @@ def random_case(rows: int, k: int, sizes: list[int], dtype: torch.dtype) -> Case
     biases = [draw(n) if random.random() < 0.5 else None for n in sizes]
     norm = draw(k) if random.random() < 0.5 else None
     residual = draw(rows, sizes[0]) if len(sizes) == 1 and random.random() < 0.5 else None
-    return Case(x, weights, biases, norm, residual, norm is not None and random.random() < 0.5)
+    in_float = norm is not None and random.random() < 0.5
+    return Case(
+        x, weights, biases, norm, residual, in_float, draw(rows, k) if random.random() < 0.5 else None
+    )
 
 
 def launch(
     case: Case,
     division: tuple[int, int, int, int],
     keep: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Runs the kernel as `division` says."""
 
@@ -92,6 +102,9 @@ def launch(
     sizes = [w.shape[0] for w in case.weights]
     outs = [torch.full((rows, n), float("nan"), device="cuda", dtype=case.x.dtype) for n in sizes]
     p = Params(x=at(case.x), norm_weight=at(case.norm), normed=at(keep), residual=at(case.residual))
+    total = torch.empty_like(case.x) if total is None else total
+    if case.addend is not None:
+        p.addend, p.sum = at(case.addend), at(total)
     for i, (w, bias, out) in enumerate(zip(case.weights, case.biases, outs)):
         p.weight[i] = Weight(at(w), at(bias), at(out), sizes[i])
     p.count, p.rows, p.k, p.eps = len(outs), rows, k, EPS
@@ -121,11 +134,13 @@ def test_every_division(dtype, cluster_bits, row_warp_bits):
         case = random_case(rows, 64 * random.randint(1, 9), sizes, dtype)
         keep = torch.full_like(case.x, float("nan")) if case.norm is not None else None
         division = random_division(cluster_bits, row_warp_bits)
-        got = launch(case, division, keep)
+        total = torch.full_like(case.x, float("nan"))
+        got = launch(case, division, keep, total)
         for y, want in zip(got, expected(case, case.weights)):
             assert error(y, want) < BOUND[dtype], (rows, case.x.shape, sizes, division)
         if keep is not None:
             assert error(keep, normed(case).double()) < BOUND[dtype] / 4
+        assert case.addend is None or torch.equal(total, case.rows)
         again = launch(case, (*division[:2], 1 + division[2], 3))
         assert all(map(torch.equal, got, again)), "bits depend on the grid"
 
@@ -135,16 +150,19 @@ def test_operator(dtype):
     for rows in (1, 4, 31):
         case = random_case(rows, 64 * random.randint(1, 5), [40, 16, 128], dtype)
         keep = case.norm is not None
-        given = case.x[:, None], case.weights, case.biases, case.norm, EPS, None
+        wide = None if case.addend is None else torch.cat([case.addend, case.addend], -1)[:, None]
+        addend = None if wide is None else wide[..., : case.x.shape[1]]
+        given = case.x[:, None].clone(), case.weights, case.biases, case.norm, EPS, None, addend
         options = {"keep_norm": keep, "norm_in_float": case.norm_in_float}
         got = torch.ops.fp4.linears(*given, early=True, **options)
         want = expected(case, case.weights) + ([normed(case).double()] if keep else [])
+        want += [] if addend is None else [case.rows.double()]
         assert [y.shape for y in got] == [(rows, 1, y.shape[1]) for y in want]
         for y, right in zip(got, want):
             assert error(y[:, 0], right) < BOUND[dtype]
     case = random_case(2, 128, [48], dtype)._replace(residual=torch.randn(2, 48, device="cuda").to(dtype))
-    given = case.x, case.weights, case.biases, case.norm, EPS, case.residual
-    (got,) = torch.ops.fp4.linears(*given, norm_in_float=case.norm_in_float)
+    given = case.x, case.weights, case.biases, case.norm, EPS, case.residual, case.addend
+    got, *_ = torch.ops.fp4.linears(*given, norm_in_float=case.norm_in_float)
     assert error(got, expected(case, case.weights)[0]) < BOUND[dtype]
 
 

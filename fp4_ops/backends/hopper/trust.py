@@ -1,13 +1,15 @@
-"""Decides whether the products of a decoding step may become fp4::linears on this GPU.
+"""Decides whether a decoding step may use fp4::linears and fp4::attention on this GPU.
 
-The first use of the kernel on a GPU is checked (first_use.py).
+The first use of each kernel on a GPU is checked (first_use.py).
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...meta.torch_internals import without_modes
@@ -19,45 +21,92 @@ BOUND = 4e-3
 K, EPS = 2048, 1e-6
 ROWS = (1, 8, 16)
 """Most rows of each of the kernel's forms that a step uses, and one row."""
+SEQUENCES = 160
+"""Sequences whose heads fill a GPU, so that no keys are divided."""
 
 
 def linears_error() -> float:
-    """Returns the largest error of fp4::linears: a norm with three products, and a product with a residual.
+    """Returns the largest error of fp4::linears in the forms that a step uses."""
+    return _largest("fp4::linears", _linears_error, ROWS)
 
-    It is infinite if the operator does not run.
-    """
+
+def attention_error() -> float:
+    """Returns the largest error of fp4::attention, with the keys divided among thread blocks and not."""
+    return _largest("fp4::attention", _attention_error, (1, SEQUENCES))
+
+
+def _largest(name: str, error: Callable[[torch.dtype, str, int], float], sizes: tuple[int, ...]) -> float:
+    """Returns the largest error for both dtypes. It is infinite if the operator does not run."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]), torch.no_grad():
         torch.manual_seed(0)
         try:
-            return max(_error(dtype, "cuda", n) for dtype in (torch.bfloat16, torch.float16) for n in ROWS)
-        except RuntimeError as error:
-            logging.getLogger("fp4_ops").warning("fp4: fp4::linears does not run: %s", error)
+            return max(error(dtype, "cuda", n) for dtype in (torch.bfloat16, torch.float16) for n in sizes)
+        except RuntimeError as why:
+            logging.getLogger("fp4_ops").warning("fp4: %s does not run: %s", name, why)
             return float("inf")
 
 
-def _error(dtype: torch.dtype, device: str, rows: int) -> float:
+def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
+    """Returns the error of an addend and a norm before three products, of a product with a residual, and of a
+    norm that rounds after its weight. `early`: as in a step, where a kernel makes x just before.
+    """
+
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device).to(dtype)
 
-    x, scale, residual = draw(rows, K), draw(K), draw(rows, 512)
+    x, addend, scale, residual = draw(rows, K), draw(rows, K), draw(K), draw(rows, 512)
     weights = [draw(n, K) / 32 for n in (4096, 512, 128)]
-    got = torch.ops.fp4.linears(x, weights, [None] * 3, scale, EPS, None, keep_norm=True)
-    got += torch.ops.fp4.linears(x, weights[1:2], [None], None, 0.0, residual, early=True)
-    got += torch.ops.fp4.linears(x, weights[2:], [None], scale, EPS, None, norm_in_float=True)
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    normed, in_float = wide.to(dtype) * scale, (wide * scale).to(dtype)
-    want = [normed.double() @ w.double().T for w in weights] + [normed.double()]
+    made = x.clone(), addend.clone()
+    got = torch.ops.fp4.linears(
+        made[0], weights, [None] * 3, scale, EPS, None, made[1], early=True, keep_norm=True
+    )
+    got += torch.ops.fp4.linears(x.clone(), weights[1:2], [None], None, 0.0, residual, early=True)
+    got += torch.ops.fp4.linears(
+        x.clone(), weights[2:], [None], scale, EPS, None, early=True, norm_in_float=True
+    )
+    total = x + addend
+
+    def scaled(t: Tensor) -> Tensor:
+        return t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + EPS)
+
+    normed = scaled(total).to(dtype) * scale
+    want = [normed.double() @ w.double().T for w in weights] + [normed.double(), total.double()]
     want.append(x.double() @ weights[1].double().T + residual.double())
-    want.append(in_float.double() @ weights[2].double().T)
+    want.append((scaled(x) * scale).to(dtype).double() @ weights[2].double().T)
     return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _attention_error(dtype: torch.dtype, device: str, sequences: int) -> float:
+    """Returns the error of eight query heads over two heads of keys, with hidden keys and without."""
+    errors = []
+    for size in (64, 128):
+        q, keys, values = (
+            torch.randn(sequences, *shape, device=device).to(dtype)
+            for shape in ((1, 8, size), (2, 100, size), (2, 100, size))
+        )
+        mask = torch.arange(100, device=device) < torch.randint(1, 100, (sequences, 1, 1, 1), device=device)
+        for seen in (None, mask):
+            got = torch.ops.fp4.attention(q, keys, values, seen, size**-0.5)
+            k, v = (t.double().repeat_interleave(4, 1) for t in (keys, values))
+            want = F.scaled_dot_product_attention(q.double().transpose(1, 2), k, v, seen).transpose(1, 2)
+            errors.append(relative_error(got, want))
+    return max(errors)
 
 
 def linears_kernel(device_index: int) -> bool:
     """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
+    return _agrees("fp4::linears", device_index, linears_error)
+
+
+def attention_kernel(device_index: int) -> bool:
+    """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
+    return _agrees("fp4::attention", device_index, attention_error)
+
+
+def _agrees(name: str, device_index: int, error: Callable[[], float]) -> bool:
     properties = torch.cuda.get_device_properties(device_index)
     device = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
     with torch.cuda.device(device_index), without_modes():
         return first_use.agrees(
-            "the kernel of fp4::linears", device, native.build(native.HOPPER), linears_error, BOUND, "torch"
+            f"the kernel of {name}", device, native.build(native.HOPPER), error, BOUND, "torch"
         )

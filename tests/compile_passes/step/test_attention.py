@@ -9,6 +9,7 @@ from moe_models import relative_error
 from one_pass import OnePass
 from torch._guards import detect_fake_mode
 
+from fp4_ops.backends.hopper import trust
 from fp4_ops.compile_passes.neighbours.attention import write_attention as write_groups
 from fp4_ops.compile_passes.step import attention
 
@@ -92,9 +93,7 @@ def test_a_layer_is_one_call(kind):
     assert call.args[4] == (0.3 if kind == "scale" else D**-0.5)
     if kind != "no mask":  # a mask that sequences share is not copied for each
         assert call.args[3].meta["val"].shape == (1, 1, 1, LENGTH)
-    assert done.said == [
-        "decoding step (1x): attention of one token over the cache begins early (fp4::attention)"
-    ]
+    assert done.said == ["decoding step (1x): attention of one token begins early (fp4::attention)"]
     assert done.undone[0] == done.undone[1]
 
 
@@ -106,3 +105,14 @@ def test_what_stays(kind, monkeypatch):
         monkeypatch.setattr(attention, "MAX_BYTES", 1000)
     done = run(Layer(kind))
     assert not done.calls(fp4.attention.default) and done.said == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_check_of_the_first_use(monkeypatch, dtype):
+    """By torch's operations, which serve a CPU; then with results that see every key."""
+    assert max(trust._attention_error(dtype, "cpu", n) for n in (1, 4)) < trust.BOUND
+    right = fp4.attention
+    monkeypatch.setattr(
+        fp4, "attention", lambda q, keys, values, mask, scale: right(q, keys, values, None, scale)
+    )
+    assert trust._attention_error(dtype, "cpu", 1) > 10 * trust.BOUND

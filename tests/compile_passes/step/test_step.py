@@ -57,7 +57,7 @@ def test_a_kernel_whose_first_use_is_wrong_is_not_used(hopper, error, right, cap
 
 def test_the_check_finds_what_is_wrong(monkeypatch):
     """By torch's operations, which serve a CPU; then with a result that has a wrong element in a hundred."""
-    assert max(trust._error(BF16, "cpu", rows) for rows in trust.ROWS) < trust.BOUND
+    assert max(trust._linears_error(BF16, "cpu", rows) for rows in trust.ROWS) < trust.BOUND
 
     def wrong(*args, **options):
         made = right(*args, **options)
@@ -66,7 +66,7 @@ def test_the_check_finds_what_is_wrong(monkeypatch):
 
     right = torch.ops.fp4.linears
     monkeypatch.setattr(torch.ops.fp4, "linears", wrong)
-    assert trust._error(BF16, "cpu", 1) > 10 * trust.BOUND
+    assert trust._linears_error(BF16, "cpu", 1) > 10 * trust.BOUND
 
 
 @pytest.fixture(autouse=True)
@@ -434,23 +434,10 @@ mul_6 = aten.mul.Tensor(view_4, 2)""",
 NORM, RESIDUAL = "a norm and the products", "a product and the residual"
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "family, norms, residuals, left",
-    [
-        ("qwen2_moe", 5, 2, ""),
-        ("deepseek_v3", 7, 3, ""),
-        ("granitemoe", 5, 0, ""),  # its residuals are scaled
-        ("gpt_oss", 5, 2, ""),
-        ("phimoe", 0, 2, "LayerNorm"),
-    ],
-)
-def test_what_a_family_gets_and_why_not(family, norms, residuals, left):
-    """As docs/compiler.md says. The models have two layers."""
+def said_of_a_step(model) -> list[str]:
+    """What the backend says of a decoding step."""
     transformers = pytest.importorskip("transformers")
     torch._dynamo.reset()
-    model = tiny(family, hidden_size=128, q_lora_rank=64, kv_lora_rank=64).to(BF16).eval()
-    fp4_ops.prepare(model)
     said: list[str] = []
 
     def note(frame):
@@ -464,6 +451,32 @@ def test_what_a_family_gets_and_why_not(family, norms, residuals, left):
     with torch.no_grad():
         model(ids[:, :8], past_key_values=cache)
         torch.compile(model, backend=backend)(ids[:, 8:], past_key_values=cache)
+    return said
+
+
+def test_a_model_that_was_prepared_as_batch_invariant_keeps_torchs_sums():
+    for invariant in (False, True):
+        model = tiny("mixtral", hidden_size=128).to(BF16).eval()
+        fp4_ops.prepare(model, batch_invariant=invariant)
+        assert any("fp4::linears" in text for text in said_of_a_step(model)) is not invariant
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    "family, norms, residuals, left",
+    [
+        ("qwen2_moe", 5, 2, ""),
+        ("deepseek_v3", 7, 3, ""),
+        ("granitemoe", 5, 0, ""),  # its residuals are scaled
+        ("gpt_oss", 5, 2, ""),
+        ("phimoe", 0, 2, "LayerNorm"),
+    ],
+)
+def test_what_a_family_gets_and_why_not(family, norms, residuals, left):
+    """As docs/compiler.md says. The models have two layers."""
+    model = tiny(family, hidden_size=128, q_lora_rank=64, kv_lora_rank=64).to(BF16).eval()
+    fp4_ops.prepare(model)
+    said = said_of_a_step(model)
     for what, times in ((NORM, norms), (RESIDUAL, residuals)):
         assert [text.split(": ")[0] for text in said if what in text] == (
             [f"decoding step ({times}x)"] if times else []
