@@ -206,8 +206,8 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def _looks_like_experts(source: Given) -> bool:
-    """Whether a graph, or the one that DDP cut it from, has what looks like experts' weights. Of such parts,
-    only the first one is named."""
+    """Return whether a graph, or the one that DDP cut it from, has what looks like experts' weights. Of such
+    parts, only the first one is named."""
     whole = buckets.whole()
     gm, inputs = (source.gm, source.inputs) if whole is None else (whole.graph, whole.inputs)
     found = _has_expert_weights(gm, inputs) or bool(_experts_as_arguments(gm, inputs))

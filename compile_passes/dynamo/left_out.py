@@ -3,9 +3,13 @@
 A backend sees one graph at a time. If Dynamo leaves a loop over experts to Python, no graph has experts, and
 there is nothing to report. So this module inspects the model after its call. A warning names parameters that
 look like experts: several of one shape, an up/down pair, and `expert` in the path or a router beside them. It
-is given only if none of them runs in 4 bits, no graph of the call reported anything, and the experts cannot
-have been unused: a graph had them as inputs, or Dynamo broke or skipped one in that call. If others of the
-same kind ran in 4 bits, as in another layer, the warning also names those that were in no graph.
+is given only if none of them runs in 4 bits, no graph of the call reported anything, and a graph had the
+experts as inputs, or Dynamo broke or skipped one in that call.
+
+If experts of another layer ran in 4 bits, those of this layer may be idle: an early exit, an unused head.
+The warning then needs a sign that the call came to them. It is one of their weights in a graph, a function
+that Dynamo looked at with their layer among its arguments, or a layer with `torch.compiler.disable`. Beyond
+Dynamo's limit of recompilations there are no signs, and the warning says that they may be idle.
 
 A later call is inspected if Dynamo compiled something for it, because decoding may have a branch of its own.
 The warning then names experts that did not run in 4 bits in that call.
@@ -21,7 +25,7 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -47,8 +51,7 @@ CHANGE = (
 )
 _RAISE = (
     "set torch._dynamo.config.recompile_limit to a larger number before the first call; "
-    "fp4_ops.explain(model, *inputs), after torch._dynamo.reset(), says to which; fp4_ops.prepare(model) "
-    "needs no graph, where the experts are of transformers' kind"
+    "fp4_ops.explain(model, *inputs), after torch._dynamo.reset(), says to which"
 )
 """The change if Dynamo compiled a function too often."""
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
@@ -186,8 +189,16 @@ class _Call:
         """Inputs of graphs in which the backend found experts."""
         self.left: list[str] = []
         """Why functions of this call run in Python."""
+        self.given: set[int] = set()
+        """Modules among the arguments of functions that Dynamo looked at in this call."""
+        self.stopped: set[int] = set()
+        """The same for functions that Dynamo has compiled too often."""
         self.limits: list[str] = []
-        """Functions of this call that Dynamo has compiled too often."""
+        """Texts about these."""
+
+    @property
+    def model(self) -> nn.Module | None:
+        return self._watch.model()
 
     def note(self, reported: bool, inputs: Sequence[object], strict: bool) -> None:
         """Note one graph of this call. reported: the backend found experts in it, and said so."""
@@ -205,10 +216,8 @@ class _Call:
             del stack[stack.index(self) :]
         if sys.exc_info()[1] is not None:
             return
-        if _frames()[0] == self._frames[0]:
-            if not self._watch.first or not _limits:
-                return
-            self.limits = list(_limits)  # Dynamo no longer looks at these functions
+        if _frames()[0] == self._frames[0] and not (self._watch.first and _limits):
+            return
         text = around(lambda _: self._text, lambda: None)()
         if text is not None and self._watch.strict:
             raise RuntimeError(f"fp4: strict=True, but not all experts run in 4 bits. {text}")
@@ -220,6 +229,10 @@ class _Call:
         """Return the warning about experts that are in no graph of the call, or None."""
         watch, broken, (total, captured) = self._watch, breaks_since(self._known), _frames()
         model, first, watch.first = watch.model(), watch.first, False
+        if total == self._frames[0]:
+            self.limits = _limits_of(model)  # Dynamo no longer looks at these functions
+            if not self.limits:
+                return None
         in_python = bool(broken or self.limits) or total - self._frames[0] > captured - self._frames[1]
         reported = self.silent and not watch.strict
         if model is None or (reported and not in_python) or (not first and _waits(model)):
@@ -237,19 +250,41 @@ class _Call:
         }
         if reported:  # those of its graph have been named
             left = {n: weights for n, weights in left.items() if self.reported.isdisjoint(map(id, weights))}
-        if len(left) < len(found) and not watch.strict and not self.limits:
-            ran = (
-                set().union(*(_kinds(n, w) for n, w in found.items() if n not in left))
-                if in_python
-                else set()
-            )
-            left = {n: weights for n, weights in left.items() if not ran.isdisjoint(_kinds(n, weights))}
+        if len(left) < len(found) and not watch.strict:
+            ran = found.keys() - left.keys()
+            left = {n: w for n, w in left.items() if in_python and self._is_sure(model, n, w, ran)}
         if not left:
             return None
         if not watch.strict:
             _not_told(model, left)
         breaks = [*map(described, broken), *self.left]
-        return _told(left, breaks, len(found), "" if first else " in this call", self.limits)
+        idle = not any(self._came_to(model, n, w) for n, w in left.items())
+        return _told(left, breaks, len(found), "" if first else " in this call", self.limits, idle=idle)
+
+    def _came_to(self, model: nn.Module, name: str, weights: Sequence[nn.Parameter]) -> bool:
+        """Return whether the call certainly came to these experts, or to the module that has them."""
+        modules = dict(model.named_modules())
+        holders = {id(modules.get(n, model)) for n in (name, name.rpartition(".")[0])}
+        return not (
+            holders.isdisjoint(self.given | self.stopped) and self.inputs.isdisjoint(map(id, weights))
+        )
+
+    def _is_sure(self, model: nn.Module, name: str, weights: Sequence[nn.Parameter], ran: Set[str]) -> bool:
+        """Return whether the warning names these experts although others, `ran`, ran in 4 bits."""
+        around_them = [
+            module
+            for path, module in model.named_modules()
+            if path and _is_within(name, path) and not any(_is_within(other, path) for other in ran)
+        ]
+        if any(id(m) in self.stopped for m in around_them):
+            return True
+        if _kind(name) not in map(_kind, ran):
+            return False
+        return (
+            bool(self.limits)
+            or not self.inputs.isdisjoint(map(id, weights))
+            or any(id(m) in self.given or _is_disabled(m) for m in around_them)
+        )
 
 
 # --- experts that are compiled one by one ---
@@ -302,10 +337,20 @@ _TOGETHER = (
 )
 
 
-def _kinds(name: str, weights: Sequence[nn.Parameter]) -> set[object]:
-    """Return two names of what these experts have in common with those of other layers of a model. If some
-    of one kind run, one expects all of them to run."""
-    return {re.sub(r"\d+", "#", name), tuple(tuple(w.shape) for w in weights)}
+def _kind(name: str) -> str:
+    """Return what the names of experts in all layers of a model have in common. If those of one layer run,
+    one expects those of all layers to run. Shapes do not tell: a head for training may have the same."""
+    return re.sub(r"\d+", "#", name.replace("_orig_mod.", ""))
+
+
+def _is_within(name: str, path: str) -> bool:
+    return f"{name}.".startswith(f"{path}.")
+
+
+def _is_disabled(module: nn.Module) -> bool:
+    """Return whether `torch.compiler.disable` wraps the module or its forward."""
+    wrapped = (module, getattr(module, "forward", None))
+    return any(getattr(x, "_torchdynamo_disable", False) for x in wrapped)
 
 
 def has_experts(x: object) -> bool:
@@ -349,23 +394,45 @@ def note_other(inputs: Sequence[object], backend: str) -> None:
         call.left.append(f'a module in it is compiled with backend="{backend}"')
 
 
-_limits: dict[str, None] = {}
-"""Texts about functions that Dynamo has compiled too often. It looks at them no more until it is reset."""
+_limits: dict[str, weakref.WeakSet[type]] = {}
+"""Texts about functions that Dynamo has compiled too often, with the user's classes of modules that these
+functions are for. Dynamo looks at these functions no more until it is reset."""
 
 
 def forget_limits() -> None:
     _limits.clear()
 
 
-def note_limit(limit: str, most: int, function: str) -> None:
-    """Note that Dynamo leaves a function to Python because of this limit."""
+def note_given(modules: Iterable[nn.Module]) -> None:
+    """Note that Dynamo looks at a function with these modules among its arguments."""
+    ids = set(map(id, modules))
+    for call in _stack():
+        call.given |= ids
+
+
+def note_limit(limit: str, most: int, function: str, modules: Sequence[nn.Module]) -> None:
+    """Note that Dynamo leaves a function with these modules to Python because of this limit."""
     told = (
         f"Dynamo has compiled {function} {most} times, each time for other modules or inputs, and stops at "
         f"torch._dynamo.config.{limit} ({most}): the rest, and all that it calls, runs in Python"
     )
-    _limits[told] = None
+    models = [call.model for call in _stack()]
+    classes = _limits.setdefault(told, weakref.WeakSet())
+    classes.update(type(m) for m in (*modules, *models) if m is not None and not _is_of_torch(type(m)))
     for call in _stack():
         call.limits.append(told)
+        call.stopped |= set(map(id, modules))
+
+
+def _limits_of(model: nn.Module | None) -> list[str]:
+    """Return the texts about functions that are for modules of this model's classes."""
+    classes = set(map(type, model.modules())) if model is not None else set()
+    return [told for told, seen in _limits.items() if not classes.isdisjoint(seen)]
+
+
+def _is_of_torch(cls: type) -> bool:
+    """Return whether unrelated models, too, have modules of this class."""
+    return cls.__module__.partition(".")[0] == "torch"
 
 
 def _told(
@@ -375,16 +442,20 @@ def _told(
     when: str = "",
     limits: Sequence[str] = (),
     change: str = CHANGE,
+    idle: bool = False,
 ) -> str:
+    """Return the warning. idle: nothing shows that the experts were called."""
     names = [f"{name} ({len(weights)} parameters of {weights[0].dtype})" for name, weights in left.items()]
     nothing = f"nothing was rewritten{when}, yet"
     what = nothing if len(left) == all_of_them else "in no graph that was rewritten:"
     lines = [f"{what} these parameters look like experts: {some_of(names)}"]
-    if limits:
-        breaks, change = limits[:2], _RAISE
+    if idle:
+        lines[0] += ". They run in Python, or were not called"
     cause = "graph break" if change is CHANGE else "cause"
+    lines += [f"  cause: {why}" for why in dict.fromkeys(limits[:2])]
     lines += [f"  {cause}: {why}" for why in dict.fromkeys(breaks[:4])]
-    return "\n".join([*lines, f"  change: {change}"])
+    lines += [f"  change: {what}" for what in ((_RAISE, change) if limits else (change,))]
+    return "\n".join(lines)
 
 
 _local = threading.local()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from ..naming import short_path
 from . import api, left_out
@@ -24,7 +26,13 @@ if TYPE_CHECKING:
 
     from .api import Function
 
-_LIMIT = re.compile(r"\b(accumulated_)?recompile_limit\b")
+_LIMIT = re.compile(r"Limit type: ((?:accumulated_)?recompile_limit)\b")
+"""Dynamo's word for the limit in its error. Any other error may show a user's line with the limit's name."""
+
+
+_REST = "torch_dynamo_resume_in"
+"""How Dynamo's name for the rest of a function after a graph break begins. Its arguments are the user's
+variables, which do not show what was called."""
 
 
 class _Counting(threading.local):
@@ -57,17 +65,27 @@ def noticed(method: Function) -> Function:
         if _counting.compiled is not None:
             _counting.compiled[code] += 1
         before, _counting.is_last = _counting.is_last, any(map(_is_nearly_full, args))
+        given = _modules_given(code, args) if any(map(is_ours, args)) else []
+        if not code.co_name.startswith(_REST):
+            left_out.note_given(given)
         try:
             return method(code, *args, **kwargs)
         except Unsupported as error:
             limit = _LIMIT.search(str(error))
             if limit is not None and any(map(is_ours, args)):
-                left_out.note_limit(limit[0], getattr(api.config, limit[0]), _described(code))
+                left_out.note_limit(limit[1], getattr(api.config, limit[1]), _described(code), given)
             raise
         finally:
             _counting.is_last = before
 
     return compile_one
+
+
+def _modules_given(code: CodeType, args: Sequence[object]) -> list[nn.Module]:
+    """Return the modules among a function's arguments."""
+    known = args[1] if len(args) > 1 and isinstance(args[1], dict) else {}
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return [known[n] for n in names if isinstance(known.get(n), nn.Module)]
 
 
 def _is_nearly_full(given: object) -> bool:

@@ -180,8 +180,14 @@ class Some(nn.Module):
         return x if x.shape[0] < 100 else self.images(x)
 
 
+class Whole(Broken):
+    """A layer that Dynamo never looks at."""
+
+    forward = torch.compiler.disable(ListStyle.forward)
+
+
 @pytest.mark.parametrize("loops", [False, True])
-@pytest.mark.parametrize("other", [Broken, Disabled])
+@pytest.mark.parametrize("other", [Broken, Disabled, Whole])
 def test_one_of_two_layers(other, loops, warnings):
     recorder = Recorder(activation="bf16")
     with torch.no_grad():
@@ -190,6 +196,31 @@ def test_one_of_two_layers(other, loops, warnings):
     assert "in no graph that was rewritten" in told and "layers.1.list" in told
     assert "layers.0" not in told and "images" not in told and "graph break" in told
     assert "fp4::moe" in recorder.ops
+
+
+class Idle(nn.Module):
+    """Layers with a harmless graph break after them, and experts of the same shapes that do not run."""
+
+    H = 32
+
+    def __init__(self, upto: int) -> None:
+        super().__init__()
+        self.layers, self.upto = nn.ModuleList(STYLES["where loop"]() for _ in range(2)), upto
+        self.mtp = STYLES["where loop"]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: self.upto]:
+            x = layer(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+
+@pytest.mark.parametrize("upto", [1, 2], ids=["early exit", "idle head"])
+def test_idle_experts_and_a_harmless_break(upto, warnings):
+    module, recorder = Idle(upto), Recorder(activation="bf16")
+    with torch.no_grad():
+        torch.compile(module, backend=recorder)(torch.randn(9, 32))
+    assert warnings() == [] and "fp4::moe" in recorder.ops
 
 
 # --- each expert compiled by itself ---
@@ -268,6 +299,52 @@ def dense(count: int) -> nn.Module:
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(count)))
 
 
+class Unrelated(nn.Module):
+    """Experts that do not run, in a model for which Dynamo compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = Broken()
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class IdleImages(Hooked):
+    """Experts of another kind that do not run."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.images = STYLES["gather + bmm"]()
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["idle part", "a layer beyond"])
+def test_a_limit_after_experts_in_4_bits(idle, warnings):
+    layers = [STYLES["where loop"](), dense(1), dense(2), *([] if idle else [Broken()])]
+    recorder = Recorder(activation="bf16")
+    with torch._dynamo.config.patch(recompile_limit=2), torch.no_grad():
+        torch.compile(IdleImages(*layers), backend=recorder)(torch.randn(9, 32))
+    assert "fp4::moe" in recorder.ops
+    if idle:
+        assert warnings() == []
+    else:
+        (told,) = warnings()
+        assert "layers.3" in told and "images" not in told and "recompile_limit (2)" in told
+        assert "run in Python, or were not called" in told
+
+
+def test_a_users_line_with_the_name_of_the_limit(warnings):
+    class Fails(Broken):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break(msg="recompile_limit")
+            return super().forward(x)
+
+    call(Fails())
+    (told,) = warnings()
+    assert "Dynamo has compiled" not in told
+
+
 @pytest.mark.parametrize("some", [False, True], ids=["no experts in 4 bits", "some experts in 4 bits"])
 def test_a_limit_is_the_cause(some, warnings):
     first = STYLES["where loop"] if some else functools.partial(dense, 1)
@@ -279,9 +356,14 @@ def test_a_limit_is_the_cause(some, warnings):
         compiled(torch.randn(9, 32))
         (told,) = warnings()
         assert "layers.2" in told and "layers.0" not in told and bool(recorder.ops) is some
-        assert "stops at torch._dynamo.config.recompile_limit (2)" in told and "graph break" not in told
+        assert "stops at torch._dynamo.config.recompile_limit (2)" in told and "not called" not in told
+        assert told.count("  change: ") == 2 and "set torch._dynamo.config.recompile_limit" in told
+        assert "graph break: " in told and "in hooked: torch._dynamo.graph_break()" in told
         torch.compile(copy.deepcopy(module), backend=recorder)(torch.randn(9, 32))
-        assert some or len(warnings()) == 2  # Dynamo compiles nothing more
+        later = warnings()[1:]  # Dynamo compiles nothing more
+        assert len(later) == (not some) and all("recompile_limit (2)" in told for told in later)
+        torch.compile(Unrelated(), backend=recorder)(torch.randn(9, 32))
+        assert warnings()[1:] == later
         torch._dynamo.reset()
         report = str(fp4_ops.explain(module, torch.randn(9, 32)))
     assert "Set torch._dynamo.config.recompile_limit = 3 before" in report
