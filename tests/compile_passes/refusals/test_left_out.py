@@ -14,7 +14,7 @@ from moe_styles import STYLES, Expert, FusedStyle, ListStyle, Style
 from torch import Tensor, nn
 
 import fp4_ops
-from fp4_ops.compile_passes.dynamo.left_out import expert_parameters
+from fp4_ops.compile_passes.dynamo.left_out import expert_parameters, forget_limits
 from fp4_ops.compile_passes.weights.packed import store
 from fp4_ops.compile_passes.weights.specs import PackSpec
 
@@ -25,6 +25,7 @@ LEFT = "nothing was rewritten, yet these parameters look like experts"
 
 @pytest.fixture
 def warnings(caplog):
+    forget_limits()  # a Recorder has no `reset`, which forgets those of tests before
     caplog.set_level(logging.WARNING, "fp4_ops")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "fp4_ops"]
 
