@@ -393,7 +393,7 @@ BAD_SOURCES = {
     ),
     "a dense weight": (
         lambda t: t.pop("model.layers.1.self_attn.q_proj.weight"),
-        r"missing keys: model.layers.1.self_attn.q_proj.weight",
+        r"has no values for model.layers.1.self_attn.q_proj.weight",
     ),
     "activations": (
         lambda t: t["model.layers.0.self_attn.q_proj.weight"].fill_(torch.nan),

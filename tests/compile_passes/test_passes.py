@@ -55,6 +55,7 @@ attention: # ms, # -> # nodes
 sums: # ms, # -> # nodes
 step_linears: # ms, # -> # nodes
 caches: # ms, # -> # nodes
+step_attention: # ms, # -> # nodes
 counters: # ms, # -> # nodes
 inputs: # ms, # -> # nodes
 strides: # ms, # -> # nodes""",
