@@ -86,7 +86,7 @@ PAGE = ROOT / "docs/generation.md"
 
 @pytest.mark.more
 @pytest.mark.slow
-def test_the_documented_command_serves_a_folder(folder):
+def test_the_documented_command_serves_a_folder(folder, registered):
     pytest.importorskip("uvicorn")
     pytest.importorskip("fastapi")
     pytest.importorskip("openai")
@@ -98,7 +98,6 @@ def test_the_documented_command_serves_a_folder(folder):
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     prompt = draw()[1]
-    fp4_ops.register_with_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
     try:
         wait_for(port, lambda: server.poll() is None)
@@ -178,11 +177,10 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("continuous", [True, more(False)])
-def test_transformers_serve_answers_concurrent_requests_as_alone(continuous, folder):
+def test_transformers_serve_answers_concurrent_requests_as_alone(continuous, folder, registered):
     pytest.importorskip("uvicorn")
     pytest.importorskip("fastapi")
     pytest.importorskip("openai")
-    fp4_ops.register_with_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
     assert any(hasattr(m, "_fp4_recipe") for m in model.modules())
     prompts = draw()

@@ -14,6 +14,7 @@ from moe_styles import STYLES, Expert, FusedStyle, ListStyle, Style
 from torch import Tensor, nn
 
 import fp4_ops
+from fp4_ops.compile_passes.dynamo import left_out
 from fp4_ops.compile_passes.dynamo.left_out import expert_parameters, forget_limits
 from fp4_ops.compile_passes.weights.packed import store
 from fp4_ops.compile_passes.weights.specs import PackSpec
@@ -26,6 +27,7 @@ LEFT = "nothing was rewritten, yet these parameters look like experts"
 @pytest.fixture
 def warnings(caplog):
     forget_limits()  # a Recorder has no `reset`, which forgets those of tests before
+    left_out._alone.clear()  # modules of tests before may still be there
     caplog.set_level(logging.WARNING, "fp4_ops")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "fp4_ops"]
 
