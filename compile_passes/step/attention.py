@@ -26,6 +26,7 @@ from ..graph.nodes import (
     static_int,
     value,
 )
+from .cache import swaps_heads
 
 fp4 = torch.ops.fp4
 
@@ -76,7 +77,7 @@ def _write(graph: fx.Graph, node: fx.Node) -> bool:
     if isinstance(scale, fx.Node):
         return False
     with graph.inserting_before(node):
-        q = operand(query) if _swaps_heads(query) else graph.call_function(aten.transpose.int, (query, 1, 2))
+        q = operand(query) if swaps_heads(query) else graph.call_function(aten.transpose.int, (query, 1, 2))
         out = graph.call_function(fp4.attention.default, (q, keys, values, mask, float(scale)))
         swapped = graph.call_function(aten.transpose.int, (out, 1, 2))
     swapped.meta.update(node.meta)
@@ -104,8 +105,3 @@ def _mask(x: Any, b: int, length: int) -> fx.Node | None:
     if not is_tensor(x) or value(x).dtype != torch.bool:
         return None
     return x if any(same_shape(shape(x), (n, 1, 1, length)) for n in (1, b)) else None
-
-
-def _swaps_heads(x: fx.Node) -> bool:
-    """True for a view [B, H, S, D] of [B, S, H, D]."""
-    return is_op(x, aten.transpose) and {integer(x, i) % 4 for i in (1, 2)} == {1, 2}

@@ -126,7 +126,7 @@ def _layers(graph: fx.Graph, rotated: dict[fx.Node, _Rotated]) -> Iterator[_Laye
 def _go_together(keys: _Write, values: _Write) -> bool:
     """True if values are written to their cache at the places at which the keys are written to theirs."""
     alike = same_shape(shape(keys.cache), shape(values.cache)) and values.start is keys.start
-    return alike and values.cache is not keys.cache and _swaps_heads(values.x)
+    return alike and values.cache is not keys.cache and swaps_heads(values.x)
 
 
 def _cache_write(node: fx.Node) -> _Write | None:
@@ -177,7 +177,7 @@ def _rotated(node: fx.Node) -> _Rotated | None:
     if not isinstance(x, fx.Node) or not _is_turned(half, x, d):
         return None
     cos, sin = _angles(cos, node), _angles(sin, node)
-    if cos is None or sin is None or not _swaps_heads(x):
+    if cos is None or sin is None or not swaps_heads(x):
         return None
     heads = operand(x)
     try:
@@ -189,7 +189,7 @@ def _rotated(node: fx.Node) -> _Rotated | None:
     return _Rotated(node, heads, norm, cos, sin)
 
 
-def _swaps_heads(x: fx.Node) -> bool:
+def swaps_heads(x: fx.Node) -> bool:
     """True for a view [B, H, S, D] of [B, S, H, D]."""
     if not is_op(x, aten.transpose) or value(x).dim() != 4:
         return False

@@ -48,7 +48,7 @@ def test_info_names_the_gpu():
 
 
 def test_info_says_which_kernels_failed_their_check(monkeypatch):
-    """Of a GPU that is pretended: what its first use found decides, not what was built."""
+    """The GPU is pretended. The result of the first use decides, not what was built."""
     module = sys.modules["fp4_ops.info"]
     native = importlib.import_module("fp4_ops.backends.triton.scaled.native")
     right = {"mma": True, "triton": True, "nvfp4": True, "mxfp4": True}

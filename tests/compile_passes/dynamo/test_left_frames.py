@@ -142,7 +142,7 @@ class Numbered(nn.Module):
 
 
 def test_more_layers_than_the_limit_of_recompilations():
-    """What the last ones call is compiled, as with other backends."""
+    """Functions that the last ones call are compiled, as with other backends."""
     styles = ["where loop"] * 5 + ["gather + bmm"]
     model = nn.Sequential(*(Numbered(n, STYLES[style]()) for n, style in enumerate(styles)))
     recorder = Recorder(activation="bf16")

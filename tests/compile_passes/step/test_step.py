@@ -435,7 +435,7 @@ NORM, RESIDUAL = "a norm and the products", "a product and the residual"
 
 
 def said_of_a_step(model) -> list[str]:
-    """What the backend says of a decoding step."""
+    """Returns the sentences of the backend about a decoding step."""
     transformers = pytest.importorskip("transformers")
     torch._dynamo.reset()
     said: list[str] = []
