@@ -140,12 +140,13 @@ FFN = (
     "experts' weights and gather them by ids: torch.bmm(w[ids], rows.unsqueeze(-1))"
 )
 ONE_AFTER_ANOTHER = NoChange(
-    "experts that refine each other's outputs run one after the other; one operator runs all on the same x. "
-    "Experts that only share a tensor, each its own rows, can read x[token] and add to zeros by index_add"
+    "experts that refine each other's outputs must run one after the other, but one operator runs all of "
+    "them on the same x. If each expert writes only its own rows of a shared tensor, let it read x[token] "
+    "and add to zeros by index_add"
 )
 EVAL = (
-    "call model.eval(), which leaves dropout out; noise that inference needs, too, can be drawn before the "
-    "experts, or after their outputs are added up"
+    "call model.eval(), which turns dropout off. If inference needs noise, too, draw it before the experts, "
+    "or after their outputs are added up"
 )
 ONE_LAYER = (
     "pass options={'linear': True}, with which each nn.Linear is in 4 bits by itself; or stack the experts' "

@@ -1,4 +1,4 @@
-"""`fp4_ops.explain`: what the backend would do with a model, without compiling it."""
+"""`fp4_ops.explain` says what the backend would do with a model, without compiling it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def explain(
     """Runs `model(*args, **kwargs)` once and reports what the backend would do with each of its experts.
 
     model: a module, or any function that torch.compile takes.
-    args, kwargs: inputs that it can run with; sizes matter only to the estimate of the gain.
-    options: those of the backend (docs/compiler.md).
+    args, kwargs: inputs that it can run with; their sizes matter only for the estimated gain. options: the
+    options of the backend (docs/compiler.md).
 
-    The run is eager, under `torch.no_grad()`; nothing is quantised or compiled. `str(report)` is for people.
-    `report.sites` has a `Site` for each place that looks like experts, with `reason` and `change` where it
-    stays as it is; `report.frames` has the graphs, `report.to_dict()` all of it as plain data.
-    Raises ValueError for unknown options, and whatever the model raises.
+    The run is eager, under `torch.no_grad()`; nothing is quantised or compiled. `str(report)` is a text to
+    read. `report.sites` has a `Site` for each place that looks like experts; a site that is not rewritten has
+    a `reason` and a `change`. `report.frames` has the graphs, and `report.to_dict()` returns the whole report
+    as plain data. Raises ValueError for unknown options. Errors of the model are raised as they are.
     """
     chosen = parse(None, options)
     report = Report()
@@ -61,7 +61,7 @@ def explain(
     before = {name: Counter(counters[name]) for name in _COUNTERS}
     stayed = dict(KEPT)
     compilations, known = list(get_compilation_metrics()), known_breaks()
-    # The graphs made here stay in Dynamo's cache beside the user's own: don't let them use up the limit.
+    # The graphs made here stay in Dynamo's cache beside the user's own, so they must not use up its limit.
     settings = {"recompile_limit": 1024, "accumulated_recompile_limit": 4096}
     extend_dynamo()
     backend.sees_through_branches = True  # type: ignore[attr-defined]
@@ -110,11 +110,12 @@ _COUNTERS = ("graph_break", "unimplemented", "frames", SEEN_THROUGH)
 
 
 _NUMBERS = ("tolist", "item()", "Data dependent operator")
-"""Parts of Dynamo's reasons, and of the lines quoted there, where Python takes numbers out of tensors."""
+"""Texts in Dynamo's reasons, and in the lines that these quote, which show that Python takes numbers out of
+tensors."""
 
 
 def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number: bool) -> list[str]:
-    """Lists changes by the user that help where experts are known to stay out of the graphs."""
+    """List changes to the model that would bring experts into a graph."""
     hints = []
     config = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) == "eager" and not report.bytes_before:
@@ -137,7 +138,7 @@ def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number
     over_unique = any("unique(" in reason for reason in report.graph_breaks)
     if over_unique:
         hints.append(
-            "a loop over torch.unique(ids) runs as often as only the data knows: loop over all experts, "
+            "how often a loop over torch.unique(ids) runs depends on the data: loop over all experts, "
             "`for e in range(E): token, slot = torch.where(ids == e)`; those without rows cost nothing"
         )
     takes_numbers = any(name in reason for name in _NUMBERS for reason in report.graph_breaks)

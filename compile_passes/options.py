@@ -101,8 +101,8 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
 
 @functools.cache
 def version_hash() -> str:
-    """Return a hash that changes when the operators or the passes change. Inductor's caches do not know
-    about these."""
+    """Return a hash that changes when the operators or the passes change. Inductor's own cache keys do not
+    include these."""
     meta, passes = Path(str(formats.__file__)).parent, Path(__file__).parent
     package = Path(str(_library.__file__)).parent
     digest = hashlib.sha256(torch.__version__.encode())
@@ -114,16 +114,16 @@ def version_hash() -> str:
 
 
 def inductor_patches(options: Options) -> dict[str, Any]:
-    """Inductor's options for one compilation, with `version_hash` made part of its cache keys."""
+    """Return Inductor's options for one compilation. They make `version_hash` part of its cache keys."""
     from ..meta.torch_internals import CustomGraphPass, inductor_config
 
     slot = "post_grad_custom_pre_pass"
     users_own = options.inductor.get(slot, getattr(inductor_config, slot))
     if users_own is not None and not isinstance(users_own, CustomGraphPass):
-        return options.inductor  # a pass without uuid: Inductor does not cache at all then
+        return options.inductor  # a pass without uuid turns Inductor's cache off
 
     class CacheKey(CustomGraphPass):
-        """Changes nothing in the graph; its uuid is what counts."""
+        """Does not change the graph. Only its uuid matters: it is part of Inductor's cache key."""
 
         def __call__(self, graph: torch.fx.Graph) -> None:
             if users_own is not None:

@@ -86,7 +86,7 @@ class PassLog:
     """The pass that runs now, or that failed."""
     _number: int = field(default_factory=_graphs.__next__)
     _text: str = ""
-    """The graph as it was written last."""
+    """The text of the graph when it was last written."""
 
     def run(self, passes: Sequence[Pass[State]], state: State, graph: fx.Graph) -> None:
         """Run the passes in order; all of them change `graph`."""
@@ -146,7 +146,7 @@ class Rewritten:
     swaps: list[Swap]
     fakes: list[torch.Tensor] = field(default_factory=list)
     also: list[str] = field(default_factory=list)
-    """Other rewrites of the graph, in words."""
+    """Texts about other rewrites of the graph."""
 
 
 @dataclass
@@ -187,10 +187,10 @@ def rewrite(
     fake_mode: FakeTensorMode,
     passes: PassLog | None = None,
 ) -> tuple[Rewritten | None, list[Site], list[Site]]:
-    """Rewrite `gm` in place; (None, sites, unrouted) if nothing was. `unrouted`: products that could be
-    experts', although nothing shows that they are.
+    """Rewrite `gm` in place; (None, sites, unrouted) if nothing was rewritten. `unrouted`: products that
+    could be experts', although nothing shows that they are.
 
-    Raises ReadTwice where some uses of a weight would be rewritten and others not: `gm` is of no use then.
+    Raises ReadTwice if only some uses of a weight would be rewritten. `gm` cannot be used after that.
     """
     state = _State(gm, facts, options, fake_mode, Writer(gm, options, facts))
     with interning():
@@ -277,7 +277,7 @@ def _other_experts(
         else:
             stay.append(set(downs))
     groups = list(alike.Search(s.gm.graph, s.search.reader, s.evidence, s.facts.fixed, weights).run())
-    while True:  # all of a block, or nothing
+    while True:  # rewrite all products of a block, or none
         nodes = {n for group in groups for n in group.nodes}
         stay += [downs for downs in some if not downs <= nodes]
         left = [g for g in groups if all(downs.isdisjoint(g.nodes) for downs in stay)]
@@ -293,8 +293,8 @@ def _other_experts(
 
 
 def _is_told(found: Refusal, downs: list[fx.Node], by_product: set[fx.Node]) -> bool:
-    """Return whether a refusal is about products that are rewritten one by one: those that look like down
-    products, or the ones before a step that is no activation."""
+    """Return whether a refusal is about products that are rewritten one by one. These are products that look
+    like down products, and products before a step that is not an activation."""
     about = set(downs)
     if found.kind in (Kind.BETWEEN, Kind.SUM_BETWEEN):
         about |= nearest_products(n for down in downs for n in down.all_input_nodes)
@@ -480,7 +480,7 @@ def _stay_together(block: Mixture, facts: Facts) -> None:
 def _no_stand_in_is_left(s: _State) -> None:
     """Checks that no stand-in for a tensor subclass is left.
 
-    It holds no values, so operators must take all its uses.
+    It holds no values, so every node that uses it must have been replaced by an operator.
     """
     for node, stored in s.facts.stored.items():
         for user in node.users if node.op == "placeholder" else ():
@@ -490,7 +490,7 @@ def _no_stand_in_is_left(s: _State) -> None:
 
 
 def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
-    """The fp4 operators that the model calls itself, as a prepared model does."""
+    """Return a site for each fp4 operator that the model calls itself, as a prepared model does."""
     sites = []
     for node in graph.nodes:
         is_operator = isinstance(node.target, (OpOverload, OpOverloadPacket))

@@ -1,4 +1,5 @@
-"""The backend: gradients? -> capture -> recognise, rewrite -> Inductor -> swap weights at run time."""
+"""The backend. Its steps: check for gradients -> capture -> recognise and rewrite -> Inductor -> swap weights
+at run time."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
     except Refused as why:
         frame.note, frame.change = f"left to Inductor: {why.refusal.reason}", why.refusal.change
         return None, frame
-    except Exception as error:  # a model that Inductor compiles must not fail because of these passes
+    except Exception as error:  # these passes must not break a model that Inductor can compile
         log.debug("the passes failed", exc_info=True)
         failed = f"pass {passes.current}" if passes.current else "the passes"
         frame.note = f"left to Inductor, {failed} failed: {type(error).__name__}: {error}"
@@ -89,7 +90,8 @@ def _rewritten(
     stay: dict[int, Refusal],
     passes: PassLog,
 ) -> tuple[Rewritten | None, list[Site], list[Site]]:
-    """`each`: inputs whose products are rewritten one by one, and why; `stay`: those that are left alone."""
+    """`each`: inputs whose products are rewritten one by one, with the reason. `stay`: inputs that keep their
+    original weights, with the reason."""
     with passes.timed("capture", gm.graph) as made:
         traced, fake_mode, stored = capture(gm, inputs)
         made.append(traced.graph)
@@ -145,7 +147,7 @@ def compile_graph(
     patches = {**inductor_patches(options), **({"freezing": False} if source.held else {})}
 
     def as_rewritten() -> Callable[..., Any]:
-        with torch.no_grad():  # an aten graph has lost the switches of gradients that the model had
+        with torch.no_grad():  # an aten graph no longer has the model's own no_grad blocks
             compiled = compile_fx(rewritten.gm, examples, config_patches=patches)
         return source.adapt(_runtime(compiled, rewritten.keep, rewritten.swaps, undo))
 
@@ -182,7 +184,8 @@ def _pairs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[fx.Node, Any
 
 
 def _is_fixed(node: fx.Node, x: Any) -> bool:
-    """A parameter, or a buffer that Dynamo found on a module: the same tensor call after call."""
+    """Return whether an input is a parameter, or a buffer that Dynamo found on a module. It is the same
+    tensor at each call."""
     if not isinstance(x, torch.Tensor):
         return False
     static = node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
@@ -200,14 +203,14 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     if any(x.dim() == 3 for x in weights):
         return True
     matrices = [x for x in weights if x.dim() == 2]
-    # Those of torch.utils.checkpoint, and of other calls of whole graphs, too.
+    # This includes nested graphs, such as those of torch.utils.checkpoint.
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)] if matrices else []
     return any(_routes(n) for graph in graphs for n in graph.nodes)
 
 
 def _looks_like_experts(source: Given) -> bool:
-    """Return whether a graph, or the one that DDP cut it from, has what looks like experts' weights. Of such
-    parts, only the first one is named."""
+    """Return whether a graph, or the graph that DDP cut it from, has weights that look like experts'. If DDP
+    cut a graph into several such parts, only the first part is reported."""
     whole = buckets.whole()
     gm, inputs = (source.gm, source.inputs) if whole is None else (whole.graph, whole.inputs)
     found = _has_expert_weights(gm, inputs) or bool(_experts_as_arguments(gm, inputs))
@@ -245,7 +248,8 @@ _ROUTING = ("topk", "softmax", "argmax", "one_hot", "sort", "argsort", "nonzero"
 
 
 def _routes(node: fx.Node) -> bool:
-    """Return whether a call may choose experts, or the rows of one: `ids == 3`, where ids are an input."""
+    """Return whether a call may choose experts, or the rows of one expert, such as `ids == 3` where ids are
+    an input."""
     if node.op not in ("call_function", "call_method"):
         return False
     if called(node) == "eq" and len(node.args) == 2 and any(isinstance(a, int) for a in node.args):
@@ -259,7 +263,8 @@ def _routes(node: fx.Node) -> bool:
 
 
 def _weights_by_a_column(node: fx.Node, name: str) -> bool:
-    """`scores[:, e, None] * y`: a router need not end with a softmax (sigmoid, relu, no function at all)."""
+    """Return whether a node is like `scores[:, e, None] * y`. A router may end in another function than
+    softmax (sigmoid, relu), or in none."""
     if name not in ("mul", "imul"):
         return False
     columns = [example(a) for a in node.all_input_nodes if called(a).split(".")[0] in _COLUMNS]
@@ -285,12 +290,12 @@ def _allow_scalars(gm: fx.GraphModule) -> None:
 
 
 def _guard_equal_lengths(gm: fx.GraphModule) -> None:
-    """Guard that inputs have equally many rows, where they have in this call.
+    """Add a guard that inputs have the same number of rows, if they have in this call.
 
     If Dynamo breaks the graph between a router and its experts, the rest of the function is a graph that
     reads ids [s1, k], weights [s2, k] and rows [s0, H]. Nothing in it says that the lengths are equal, so no
-    proof would hold. They are equal in this call. A guard makes that a fact, and Dynamo compiles again for a
-    call where it is none.
+    proof would hold. They are equal in this call. The guard makes this a fact for the compiled graph, and
+    Dynamo compiles again for a call in which they differ.
     """
     inputs = [
         _rows(example(n))
@@ -305,12 +310,12 @@ def _guard_equal_lengths(gm: fx.GraphModule) -> None:
 
 
 def _rows(x: torch.Tensor) -> Sequence[Any]:
-    """Return the sizes that count rows: [T] of one number a row, [T] of [T, H], [B, T] of [B, T, H]."""
+    """Return the sizes that count rows: [T] for a tensor [T] or [T, H], and [B, T] for a tensor [B, T, H]."""
     return x.shape[: max(x.dim() - 1, 1)] if x.dim() <= 3 else ()
 
 
 def _now(size: Any) -> Any:
-    """Return what a size is in this call, or None if only the data say."""
+    """Return the value of a size in this call, or None if it depends on the data."""
     if not isinstance(size, torch.SymInt):
         return size
     return size.node.hint if size.node.has_hint() else None
@@ -348,11 +353,12 @@ def compiled_or_as_captured(
 ) -> Compiled:
     """Compile the rewritten graph; if that fails, compile the captured graph and warn.
 
-    Such a failure is a fault of this package, and the model must run all the same. A warning says so once for
-    each graph, `fp4_ops.explain` says so afterwards, and with option "strict" it is an error. Where Inductor
+    Such a failure is a fault of this package, but the model must still run. A warning reports it once for
+    each graph, and `fp4_ops.explain` reports it later. With option "strict" it is an error. If Inductor
     cannot compile the captured graph either, the user sees that error, as with backend="inductor".
 
-    Raises RuntimeError with `strict` if the rewritten graph fails, and what Dynamo uses to start over.
+    Raises RuntimeError if the rewritten graph fails and `strict` is set. The exceptions with which Dynamo
+    starts over are passed on.
     """
     try:
         return rewritten()
@@ -384,11 +390,11 @@ _REPORT = (
     "TORCH_LOGS=+fp4_ops prints."
 )
 _END = "\n\n"
-"""End of the cause in torch's errors. After it come the user's stack and general advice."""
+"""The separator after the cause in torch's error messages. The user's stack and general advice follow it."""
 
 
 def failure(name: str) -> str:
-    """The error of the graph, if it was compiled as captured in this process; else an empty string."""
+    """Return the error of the graph if it was compiled as captured in this process, else an empty string."""
     return _failures.get(name, "")
 
 

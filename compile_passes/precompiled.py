@@ -1,7 +1,7 @@
 """Saves and loads graphs: `torch.compile(model, backend="fp4", ...).forward.aot_compile(...)`.
 
-torch saves what Inductor compiled. This module adds which arguments it takes and how weights are packed. The
-weights belong to the loading process and are packed there at the first call.
+torch saves the code that Inductor compiled. This module adds the arguments that the code takes and the way
+weights are packed. The weights belong to the loading process and are packed there at the first call.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .weights.runtime import Swap, runtime
 
 
 class Precompiled(SerializableCallable):
-    """Result of `runtime`, with the data that it was made from."""
+    """The result of `runtime`, with the data that it was made from."""
 
     def __init__(
         self, compiled: Callable[..., Any], keep: list[int], swaps: list[Swap], undo: Undo | None

@@ -1,4 +1,5 @@
-"""`fp4_ops.rewrite`: an exported program with 4-bit experts, as a module to run, compile or export again."""
+"""`fp4_ops.rewrite` returns an exported program with 4-bit experts, as a module to run, compile or export
+again."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _CONSTANT = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 class RewrittenProgram(nn.Module):
     """Takes the program's arguments. Packed experts and all other parameters are its buffers.
 
-    `report`: what was rewritten, as `fp4_ops.explain` tells it.
+    `report`: the same report as that of `fp4_ops.explain`.
     """
 
     def __init__(
@@ -51,7 +52,8 @@ class RewrittenProgram(nn.Module):
 
 
 def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) -> RewrittenProgram:
-    """`program` with its experts in 4 bits; `options`: "format" and "activation", as for the backend.
+    """Returns `program` with its experts in 4 bits. `options` may have "format" and "activation", as for the
+    backend.
 
     Raises ValueError if the program writes to its buffers or inputs, or if nothing in it could be rewritten
     (the message says why). The program is not changed. The result can be exported again.

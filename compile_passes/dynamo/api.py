@@ -272,7 +272,7 @@ _PLACES = {
     "types": ("FrameAction", "FrameExecStrategy"),
     "": ("convert_frame", "eval_frame", "symbolic_convert"),
 }  # fmt: skip
-"""Names by the module of torch._dynamo that has them."""
+"""Maps each module of torch._dynamo to the names that are taken from it."""
 
 
 def __getattr__(name: str) -> object:

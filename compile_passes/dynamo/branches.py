@@ -38,7 +38,8 @@ if TYPE_CHECKING:
     from .api import Handler, Instruction, OutputGraph, Tracer, Variable
 
 SEEN_THROUGH = "fp4_branches_seen_through"
-"""Key of `torch._dynamo.utils.counters`, which counts places (file:line)."""
+"""A key of `torch._dynamo.utils.counters`. It counts, by place (file:line), the branches that were
+captured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +53,7 @@ class Kept:
 
 
 KEPT: dict[str, Kept] = {}
-"""The latest for each place."""
+"""The latest one for each place."""
 
 
 JUMPS = [name for name in dis.opmap if re.fullmatch(r"POP_JUMP_.*IF_(TRUE|FALSE)", name)]
@@ -75,7 +76,8 @@ def answering_first(method: Handler) -> Handler:
 
 
 def _take_the_way_that_works(tx: Tracer, branch: Instruction) -> bool | None:
-    """Return the condition on the stack for the case with rows, if both ways may prove equal. Else None."""
+    """Return the value of the condition on the stack if there are rows, and begin the proof that both paths
+    are equal. Return None if the branch must stay."""
     asked = _rows_asked_for(tx.stack[-1], tx.output)
     around = _watching(tx)
     if asked is None or (around and not around.replaced) or is_kept(tx, branch):
@@ -89,7 +91,7 @@ def _take_the_way_that_works(tx: Tracer, branch: Instruction) -> bool | None:
 
 def _asks_whether_there_are_rows(tx: Tracer, jump: Instruction) -> None:
     """Answer `if len(outputs):` for a list with an entry for each expert that has rows. If the list covers
-    all experts and there are rows, some expert has any."""
+    all experts and there are rows, at least one expert has rows."""
     asked = asks_for(tx, jump)
     for v, branch, place in session(tx.output).grown:
         if asked is not None and tx.symbolic_locals.get(asked) is v and not has_all_rows(tx.output, v):
@@ -114,7 +116,8 @@ def begins_again(tx: Tracer, inst: Instruction) -> None:
 
 
 def watch(tx: Tracer, way: Way, branch: Instruction, replaced: bool = False) -> None:
-    """Have `way` proved when it ends. replaced: it is a round of a loop over all experts."""
+    """Watch the frame until `way` ends, and prove `way` then. replaced: `way` is a round of a loop over all
+    experts."""
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
     tx.step = _Watched(tx, way, branch, place, replaced, _watching(tx), tx.step)
 
@@ -176,7 +179,7 @@ def _watching(tx: Tracer) -> _Watched | None:
 
 
 def of_an_expert(output: OutputGraph, rows: sympy.Basic | None) -> Nothing:
-    """Return what is empty if a number of rows is 0.
+    """Return the assumption that a number of rows is 0: everything that is empty in that case.
 
     If it is a count of ids, the expert's masks are empty, too.
     """
@@ -189,9 +192,9 @@ def of_an_expert(output: OutputGraph, rows: sympy.Basic | None) -> Nothing:
 
 
 def _rows_asked_for(condition: Variable, output: OutputGraph) -> tuple[Nothing, bool] | None:
-    """Return what is empty if there are no rows, and the value of `condition` in that case. For every
-    other number of rows the condition has the opposite value. None if the condition asks for something
-    else, or its value is known."""
+    """Return the assumption that there are no rows, and the value of `condition` in that case. For every
+    other number of rows the condition has the opposite value. Return None if the condition tests something
+    else, or if its value is known."""
     nothing = Nothing()
     if isinstance(condition, api.SymNodeVariable):
         expr = condition.sym_num.node.expr
@@ -247,8 +250,8 @@ def _count_of_a_mask(node: fx.Node) -> tuple[fx.Node, sympy.Basic] | None:
 
 
 def _first_work(tx: Tracer, at: Instruction) -> int:
-    """Skip jumps from instruction `at` on, and conditions on attributes of a module, such as `elif
-    self.training:`."""
+    """Return the first instruction from `at` on that is neither a jump nor a condition on an attribute of a
+    module, such as `elif self.training:`."""
     while True:
         if at.opcode in JUMP_OPCODES & TERMINAL_OPCODES:
             at = at.target
@@ -307,7 +310,7 @@ def into_the_graph(tx: Tracer, jump: Instruction) -> bool:
         and not jumps_to_raise
         and not any(n.startswith(("BUILD_STRING", "FORMAT_")) for n in raising)
     ):
-        return False  # Dynamo does it
+        return False  # Dynamo asserts this itself
     asserted = condition if holds_if else condition.call_method(tx, "logical_not", [], {})
     place = f"{tx.f_code.co_filename}:{tx.lineno}"
     tx.output.create_proxy(

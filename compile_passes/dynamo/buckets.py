@@ -1,8 +1,8 @@
 """Keeps graphs of modules in DDP whole, or remembers them while their parts are compiled.
 
-DDP cuts a graph where its buckets of gradients end. A cut goes through a block of experts, or parts it from
-its router. If nothing asks for gradients, no cut is needed. If something does, experts keep their weights,
-and only the whole graph shows that it has experts.
+DDP cuts a graph where its buckets of gradients end. A cut may go through a block of experts, or separate the
+block from its router. If no gradients are needed, no cut is made. If gradients are needed, experts keep their
+original weights. The report must then name the experts, and only the whole graph shows that there are any.
 """
 
 from __future__ import annotations
@@ -60,5 +60,5 @@ def in_one_bucket(method: Function) -> Function:
 
 
 def whole() -> Whole | None:
-    """Return the graph of which a part is being compiled. None if the compiled graph is whole."""
+    """Return the whole graph whose part is being compiled. None if the graph was not cut."""
     return _compiled.whole

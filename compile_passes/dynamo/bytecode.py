@@ -106,7 +106,8 @@ def _later_uses(code: Sequence[Instruction], here: int) -> list[tuple[int, Instr
 
 def only_iterates(tx: Tracer, alone: bool = False) -> bool:
     """Return whether the result of the current call goes into a local that is only iterated over (also
-    zipped or enumerated) or measured by len. alone: it is only iterated over, or goes into no local."""
+    zipped or enumerated) or measured by len. alone: neither zip, enumerate nor len is allowed, but a loop may
+    iterate over the result directly."""
     code, here = _goes_into(tx)
     if alone and _is(code[here], "GET_ITER"):
         return True

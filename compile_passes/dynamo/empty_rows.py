@@ -58,14 +58,15 @@ SAYS_THE_SAME = "_fp4_says_the_same"
 
 @dataclass
 class Hits:
-    """The experts for which a mask has any element set. `mask` is the tensor behind it, with experts along
-    `dim`. `rounds` are all experts."""
+    """The experts for which a mask has any element set. `mask` is the node of that mask, whose dimension
+    `dim` ranges over experts. `rounds` is the number of all experts."""
 
     mask: fx.Node
     dim: int
     rounds: int
     unwritten: dict[int, fx.Node] = field(default_factory=dict)
-    """The last node up to which nothing writes to the memory of the mask, or of a copy of it."""
+    """For the memory of the mask and of each copy: the last node that was checked. No node before it writes
+    there."""
 
     def is_row(self, node: fx.Node, expert: int) -> bool:
         """Return whether `node` is the entry of the unchanged mask for an expert, or a part of that entry."""
@@ -231,8 +232,8 @@ class Way:
         return now.subs(none) == before.subs(none)
 
     def _grown(self) -> dict[str, tuple[ListVariable, list[Variable]]]:
-        """Return lists that became longer and are later only joined. Tensors without rows do not change
-        the result."""
+        """Return lists that became longer and are later only joined. Joining tensors without rows does not
+        change the result."""
         tx, found = self.tx, {}
         for name, (v, items) in self.lists.items():
             if len(v.items) > len(items) and joined_list(tx, name) and self._has_alone(name, v):
@@ -371,7 +372,7 @@ def live(tx: Tracer, start: int, swallowing: bool) -> set[str]:
             inst = instructions[i]
             now = set().union(*(found[j] for j in successors(i) if j < len(instructions)))
             if inst.opcode in HASLOCAL:
-                # Python 3.13 has instructions with two names: taken as reads of both.
+                # An instruction of Python 3.13 may have two names. It counts as a read of both.
                 if isinstance(inst.argval, str) and inst.opname.startswith("STORE"):
                     now.discard(inst.argval)
                 else:
@@ -429,7 +430,7 @@ def replay(nodes: Sequence[fx.Node], nothing: Nothing, output: OutputGraph) -> s
     return sizes
 
 
-# An assignment to elements is watched.
+# `setitem` is not one of them: `_Watch` checks assignments to elements.
 _EFFECTS = side_effects - {operator.setitem}
 
 
@@ -480,8 +481,8 @@ _WRITES_AT = {
 
 
 class _Watch(TorchDispatchMode):
-    """Allows only operators that write nothing, write no element, or write to tensors that were made under
-    it."""
+    """Allows only operators that write nothing, that write no element, or that write to tensors which were
+    made while this mode was active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -489,7 +490,7 @@ class _Watch(TorchDispatchMode):
         self.empty_masks: list[object] = []
 
     def keep(self, values: object, empty_mask: bool) -> None:
-        """Note that `values` came from outside."""
+        """Note that `values` were made before this mode was active."""
         if empty_mask:
             self.empty_masks.append(values)
         for v in pytree.tree_leaves(values):

@@ -120,11 +120,11 @@ class Need(Enum):
         "leave operators with unbacked sizes out of the cache of fake results",
     )
     LEFT_FOR_GOOD = (
-        "it never looks at a function again that it left to Python once, in one mode or for one argument",
+        "once it left a function to Python, for one mode or argument, it never looks at that function again",
         "leave a function only under the guards that were read up to there",
     )
     CALLS = (
-        "nothing tells a backend that a call ended in which it saw no graph with the experts",
+        "it does not tell a backend when a call ended in which the backend saw no graph with the experts",
         "a hook of backends at the end of each call of what was compiled",
     )
     LIMITS = (

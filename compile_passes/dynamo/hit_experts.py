@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 class _Loop:
     hits: Hits
     begins: Instruction
-    """The instruction that a restart leaves as it is."""
+    """If the proof fails, Dynamo starts over and leaves this instruction as it is."""
     like: torch.Tensor | None
     """Tensor that the loop iterates over, if its variable is a tensor."""
 
 
 _LOOP = "_fp4_hits"
-"""Attribute on one of Dynamo's lists or iterators that represents hits: the `_Loop`."""
+"""Name of an attribute. If one of Dynamo's lists or iterators stands for hits, the attribute holds its
+`_Loop`."""
 
 
 def over_experts(method: Handler) -> Handler:
@@ -101,8 +102,7 @@ _MOST_ROUNDS = 1024
 
 
 def _hits(v: Variable) -> Hits | None:
-    """Return the hits that one of Dynamo's variables holds: their numbers in one dimension, or as rows of
-    one."""
+    """Return the hits whose numbers one of Dynamo's variables holds: a tensor [n], or [n, 1]."""
     if not isinstance(v, api.TensorVariable):
         return None
     hits = v.as_proxy().node
@@ -190,8 +190,8 @@ _MORE_THAN = {
 
 
 def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, int] | None:
-    """Return the mask and its dimension, if `node`'s elements along `dim` say whether any of its elements
-    is set there."""
+    """Return a mask and its dimension, if element i of `node` along `dim` says whether the mask has any
+    element set at position i."""
     chain.append(node)
     name = called(node)
     compared = named(node, tuple(_MORE_THAN), ("input", "other"))
@@ -211,8 +211,8 @@ def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, i
 
 
 def _counts(node: object) -> bool:
-    """Return whether no element is negative, so that a sum of 0 means that all are 0: one-hot, boolean, or
-    products."""
+    """Return whether no element is negative, so that a sum of 0 means that all are 0. This holds for one-hot
+    and boolean tensors, and for products of such tensors."""
     if not isinstance(node, fx.Node) or not isinstance(example(node), torch.Tensor):
         return False
     if example(node).dtype == torch.bool:
@@ -235,7 +235,8 @@ def _most(source: fx.Node, dim: int, experts: int) -> int:
 
 
 def chosen_from(ids: fx.Node) -> int | None:
-    """The number of experts that `topk`, `max` or `argmax` chose these ids from, which no one wrote to."""
+    """Return the number of experts that `topk`, `max` or `argmax` chose these ids from. None if something
+    wrote to the ids since."""
     chain = same_elements(ids)
     chosen = named(chain[-1], ("getitem",), ("input", "item"))
     while isinstance(chosen.get("item"), tuple | slice):  # some of them

@@ -3,13 +3,13 @@
 A backend sees one graph at a time. If Dynamo leaves a loop over experts to Python, no graph has experts, and
 there is nothing to report. So this module inspects the model after its call. A warning names parameters that
 look like experts: several of one shape, an up/down pair, and `expert` in the path or a router beside them. It
-is given only if none of them runs in 4 bits, no graph of the call reported anything, and a graph had the
-experts as inputs, or Dynamo broke or skipped one in that call.
+is given only if none of them runs in 4 bits and no graph of the call reported anything. In addition, a graph
+must have had the experts as inputs, or Dynamo must have broken or skipped a graph in that call.
 
 If experts of another layer ran in 4 bits, those of this layer may be idle: an early exit, an unused head.
-The warning then needs a sign that the call came to them. It is one of their weights in a graph, a function
-that Dynamo looked at with their layer among its arguments, or a layer with `torch.compiler.disable`. Beyond
-Dynamo's limit of recompilations there are no signs, and the warning says that they may be idle.
+The warning then needs a sign that the call reached them. A sign is one of their weights in a graph, a
+function that Dynamo looked at with their layer among its arguments, or a layer with `torch.compiler.disable`.
+Beyond Dynamo's limit of recompilations there are no signs, and the warning says that they may be idle.
 
 A later call is inspected if Dynamo compiled something for it, because decoding may have a branch of its own.
 The warning then names experts that did not run in 4 bits in that call.
@@ -51,9 +51,9 @@ CHANGE = (
 )
 _RAISE = (
     "set torch._dynamo.config.recompile_limit to a larger number before the first call; "
-    "fp4_ops.explain(model, *inputs), after torch._dynamo.reset(), says to which"
+    "after torch._dynamo.reset(), fp4_ops.explain(model, *inputs) says which number is enough"
 )
-"""The change if Dynamo compiled a function too often."""
+"""The advice if Dynamo compiled a function too often."""
 _EXPERTS = re.compile(r"expert", re.IGNORECASE)
 _SHARED = re.compile(r"shared", re.IGNORECASE)
 _NAMED_ROUTER = re.compile(r"router|gating", re.IGNORECASE)
@@ -100,8 +100,8 @@ def _matrices(module: nn.Module, recurse: bool, *dims: int) -> list[nn.Parameter
 
 
 def _undone(weights: Sequence[nn.Parameter]) -> bool:
-    """Return whether one of these matrices leads back to where another one (maybe gate and up in one) came
-    from."""
+    """Return whether two of these matrices look like up and down: one maps H to I (or 2 I, with gate and up
+    in one matrix), and the other maps I back to H."""
 
     def back(a: Sequence[int], b: Sequence[int]) -> bool:
         return (a[1] == b[0] and a[0] in (b[1], 2 * b[1])) or (a[0] == b[1] and a[1] in (b[0], 2 * b[0]))
@@ -194,7 +194,7 @@ class _Call:
         self.stopped: set[int] = set()
         """The same for functions that Dynamo has compiled too often."""
         self.limits: list[str] = []
-        """Texts about these."""
+        """Messages about the limits that these functions reached."""
 
     @property
     def model(self) -> nn.Module | None:
@@ -262,7 +262,7 @@ class _Call:
         return _told(left, breaks, len(found), "" if first else " in this call", self.limits, idle=idle)
 
     def _came_to(self, model: nn.Module, name: str, weights: Sequence[nn.Parameter]) -> bool:
-        """Return whether the call certainly came to these experts, or to the module that has them."""
+        """Return whether the call certainly reached these experts, or the module that has them."""
         modules = dict(model.named_modules())
         holders = {id(modules.get(n, model)) for n in (name, name.rpartition(".")[0])}
         return not (
@@ -396,7 +396,7 @@ def note_other(inputs: Sequence[object], backend: str) -> None:
 
 _limits: dict[str, weakref.WeakSet[type]] = {}
 """Texts about functions that Dynamo has compiled too often, with the user's classes of modules that these
-functions are for. Dynamo looks at these functions no more until it is reset."""
+functions are for. Dynamo does not look at these functions again until torch._dynamo.reset()."""
 
 
 def forget_limits() -> None:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from .api import Function
 
 _LIMIT = re.compile(r"Limit type: ((?:accumulated_)?recompile_limit)\b")
-"""Dynamo's word for the limit in its error. Any other error may show a user's line with the limit's name."""
+"""Finds the limit in Dynamo's error. The name of a limit alone is not enough: another error may quote a line
+of the user's code with that name."""
 
 
 _REST = "torch_dynamo_resume_in"

@@ -172,7 +172,8 @@ def as_index(tx: Tracer, rows: Variable) -> Variable | None:
     """Capture `token.tolist()` that only indexes tensors, `x[None, token_list]`, as in Mixtral's old remote
     code.
 
-    A list with a data-dependent number of entries cannot be captured. As an index, the tensor gives the same.
+    A list with a data-dependent number of entries cannot be captured. Indexing with the tensor itself gives
+    the same result.
     """
     x = example(rows.as_proxy().node)
     listed = isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in _INTEGERS

@@ -104,7 +104,7 @@ class OpenList(NamedTuple):
 
     tx: Tracer
     begins: Instruction
-    """The instruction that a restart leaves as it is."""
+    """If the proof fails, Dynamo starts over and leaves this instruction as it is."""
     numbers: Numbers
 
 

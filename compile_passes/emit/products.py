@@ -1,5 +1,6 @@
-"""Writes single products: of sorted rows, gathered weights, as many rows for each expert, linear layers
-outside experts, and experts that do not fit one operator.
+"""Writes single products. These are products of sorted rows, products with gathered weights, batched products
+with the same number of rows for each expert, linear layers outside experts, and the products of experts that
+do not fit one operator.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def write_product(w: Writer, p: Product) -> Site:
     return w.site(f"fp4::{name}", p.node, [packed], form, how, f"{e} experts, N {n}, K {k}", load)
 
 
-# --- as many rows for each expert ---
+# --- the same number of rows for each expert ---
 
 BATCHED = "batched rows (bmm): the same number for each expert"
 
@@ -81,7 +82,7 @@ def batched_products(
 
     routed: products that something routes rows to.
     written: products with weights that the graph has written to before.
-    not_experts: gets the products that are no expert's, and why."""
+    not_experts: receives the products that belong to no expert, each with the reason."""
     graph, reader = writer.gm.graph, search.reader
     found = [b for node in graph.nodes if (b := read_batched(node, reader, writer.written)) is not None]
     for b in found:
@@ -220,7 +221,8 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
 
 
 def _format_asked_for(weight: fx.Node, options: Options) -> str | None:
-    """The format that the options give to weights of this kind. A head may share the embeddings' weight."""
+    """The format that the options give to weights of this kind. The head may share its weight with the
+    embeddings."""
     tied = any(is_op(user, aten.embedding) for user in weight.users)
     kind = "head" if tied else kind_of(input_name(weight))
     return options.outside.get(kind) if kind is not None else None
@@ -292,7 +294,8 @@ class EveryUse:
     """
 
     def __init__(self, writer: Writer, parts: Sequence[Experts], root: fx.Node, reader: Reader) -> None:
-        """parts: for each operand all experts' matrices, gate and up as one. root: the end of the experts."""
+        """parts: for each operand, the matrices of all experts; gate and up are one operand. root: the last
+        node of the experts."""
         self.w, self.root, self.reader = writer, root, reader
         self.experts = len(parts[0])
         like = next(iter(parts[0]))[0].ref.node
@@ -317,7 +320,8 @@ class EveryUse:
         self.made: dict[Any, Any] = {}
 
     def run(self, why: Refusal, taken: set[fx.Node]) -> list[Site]:
-        """Rewrite the products with these weights. Products in `taken` belong to others.
+        """Rewrite the products with these weights, except the products in `taken`, which belong to other
+        blocks.
 
         why: the reason why they are not one operator."""
         ops = []
@@ -380,8 +384,8 @@ class EveryUse:
         return self.w.call(aten.slice.Tensor, whole, dim, rows.start, rows.stop, rows.step)
 
     def _find(self, matrices: Sequence[Matrix]) -> tuple[int, int, range] | None:
-        """Return (operand, expert, rows) of a matrix in the packed weights. For the matrices of all
-        experts, those of the first."""
+        """Return (operand, expert, rows) of a matrix in the packed weights. If `matrices` are those of all
+        experts, return the values of the first expert."""
         found: set[tuple[int, range]] = set()
         experts = []
         for matrix in matrices:

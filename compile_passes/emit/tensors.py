@@ -1,4 +1,4 @@
-"""Writes terms of a Mixture as tensors: of its tokens, of rows, and of elements that ids look up."""
+"""Writes terms of a Mixture as tensors: over its tokens, over rows, and over elements that ids look up."""
 
 from __future__ import annotations
 
@@ -88,11 +88,12 @@ class Tensors:
         return size if size is not None else self.call(aten.sym_size.int, self.w.replaced.get(node, node), d)
 
     def sizes(self) -> list[Dimension]:
-        """The output's shape for reshape."""
+        """Return the shape of the output, as `reshape` takes it."""
         return self._lengths([*shape(self.m.root)[:-1], self.m.hidden.size])
 
     def _lengths(self, sizes: Sequence[Size]) -> list[Dimension]:
-        """Sizes for reshape: the first symbolic one is -1, others are read from a tensor that has them."""
+        """Return sizes as `reshape` takes them. The first symbolic size becomes -1; others are read from a
+        tensor that has a dimension of this size."""
         found: list[Dimension] = []
         for size in sizes:
             known = static_int(size)
@@ -173,7 +174,7 @@ class Tensors:
     def _gathered(
         self, node: fx.Node, index: list[Term], ids: Ref, axes: tuple[Axis, ...], ref: Ref
     ) -> tuple[fx.Node, list[Axis]]:
-        """`scores[t, ids[t, j]]`: the weights of a router that does not normalise them."""
+        """Write `scores[t, ids[t, j]]`, the weights of a router that does not normalise them."""
         for d, i in reversed(list(enumerate(index))):
             if isinstance(i, Const):
                 node = self.call(aten.select.int, node, d, i.value)
@@ -193,7 +194,7 @@ class Tensors:
         return self._inside(self.ref(ids, tuple(labels)), ids, shape(ref.node)[-1])
 
     def _looked_up(self, node: fx.Node, ref: Ref, axes: tuple[Axis, ...]) -> fx.Node:
-        """`within[t, group[t]]`, whatever the index is made of, or rows `embedding[tokens[t]]`."""
+        """Write `within[t, group[t]]`, for an index of any form, or the rows `embedding[tokens[t]]`."""
         parts: list[Term] = []
         sizes: list[Size] = []
         for i, size in zip(ref.index, shape(ref.node)):

@@ -35,7 +35,7 @@ Operands = tuple[fx.Node | None, ...]
 
 
 class Packed(NamedTuple):
-    """A weight of an operator: its parameters, and how it is made from them."""
+    """A weight of an operator: the parameters that it is made from, and the way it is made."""
 
     sources: tuple[fx.Node, ...]
     spec: PackSpec | StoredSpec
@@ -101,7 +101,8 @@ class Writer:
         self.replaced[old] = new
 
     def wrapped(self, ids: fx.Node, experts: int) -> fx.Node:
-        """Count negative ids from the end, as indexing does: the operators skip them."""
+        """Replace negative ids by those that they mean when they count from the end, as in indexing. The
+        operators would skip negative ids."""
         wrapped = self.call(aten.add.Tensor, ids, experts)
         return self.call(aten.where.self, self.call(aten.lt.Scalar, ids, 0), wrapped, ids)
 
@@ -195,7 +196,7 @@ class Writer:
         return how
 
     def quantised(self, a: fx.Node, activations: Activations, layout: str) -> QuantisedRows:
-        """Return rows of one product and their scales, for products with weights in this layout."""
+        """Quantise the rows of one product, and return them with their scales, for weights in this layout."""
         if activations.format not in ("int8", "fp8", *FP4_FORMATS):
             return QuantisedRows(a)
         if activations.format in FP4_FORMATS:
@@ -207,8 +208,8 @@ class Writer:
         return QuantisedRows(self.call(operator.getitem, both, 0), self.call(operator.getitem, both, 1))
 
     def _in_fp4(self, a: fx.Node, format: str) -> QuantisedRows:
-        """Quantise rows as `fp4::moe` does: each row as a matrix of its own. A row with a NaN or infinity
-        becomes NaN."""
+        """Quantise rows as `fp4::moe` does: each row has a global scale of its own. A row with a NaN or
+        infinity becomes NaN."""
         call = self.call
         finite = call(aten.all.dim, call(aten.isfinite.default, a), -1, True)
         rows = call(aten.unsqueeze.default, call(aten.where.ScalarOther, finite, a, 0), -2)
@@ -336,7 +337,7 @@ class Whole(NamedTuple):
 
     parameter: fx.Node
     transposed: bool
-    """It is stored as [E, K, N]."""
+    """True if the parameter is stored as [E, K, N]."""
 
 
 def as_it_is(experts: Experts, interleaved: bool, site: fx.Node) -> Whole | None:
@@ -348,14 +349,15 @@ def as_it_is(experts: Experts, interleaved: bool, site: fx.Node) -> Whole | None
     e, *rest = shape(parameter)
     if e != len(experts):
         return None
-    transposed = assembly.whole([(len(some), *rest)])  # for even parts the first two are enough
+    transposed = assembly.whole([(len(some), *rest)])  # two are enough if all are equally spaced
     return None if transposed is None else Whole(parameter, transposed)
 
 
 def assemble(
     experts: Iterable[Parts], interleaved: bool, site: fx.Node
 ) -> tuple[tuple[fx.Node, ...], Assembly]:
-    """Return (parameters, how they become one operand): for each expert its parts, one below the other."""
+    """Return (parameters, the way they become one operand). Each expert's parts are stacked along the
+    rows."""
     sources: dict[fx.Node, int] = {}
     pieces = []
     for parts in experts:

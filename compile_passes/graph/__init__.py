@@ -1,1 +1,2 @@
-"""A functional aten graph, node by node: what a node is, what it equals, and what nothing needs."""
+"""Reads and simplifies functional aten graphs: what a node is, which nodes are equal, and which are not
+needed."""

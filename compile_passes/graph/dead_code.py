@@ -1,4 +1,4 @@
-"""Removes nodes that nothing needs from a graph, and what only seems to be needed."""
+"""Removes nodes that nothing needs from a graph, and nodes that only seem to be needed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _has_effect(node: fx.Node) -> bool:
 
 
 def _tensors_behind(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a scalar, or a condition on all of a tensor, is computed from."""
+    """Return the tensors that a scalar, or a condition on a whole tensor, is computed from."""
 
     def has_dimensions(n: fx.Node) -> bool:
         return is_tensor(n) and len(shape(n)) > 0
@@ -92,7 +92,7 @@ def read_past_writes(graph: fx.Graph) -> None:
 
 
 def _part(node: fx.Node, whole: fx.Node) -> tuple[int, range] | None:
-    """(dimension, positions in it) that a node reads or writes of `whole`, if these are numbers."""
+    """Return (dimension, positions) that a node reads or writes in `whole`, if both are constant."""
     a = arguments(node)
     dim = a["dim"] % len(shape(whole))
     size = static_int(shape(whole)[dim])

@@ -1,4 +1,4 @@
-"""Reads a functional aten graph: what a node is, and what it equals."""
+"""Reads a functional aten graph: what a node is, and which nodes are equal."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def is_grouped_mm(node: fx.Node) -> bool:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Return whether a node multiplies matrices, of any kind."""
+    """Return whether a node is a matrix product of any kind."""
     return is_op(node, *PRODUCTS) or is_grouped_mm(node)
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Return whether an operator computes each element from the same elements of its tensors. torch's tag
-    says so, which `hardswish` lacks."""
+    """Return whether an operator computes each element from the same elements of its tensors. Such operators
+    have a tag of torch's; only `hardswish` lacks it."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ()) or is_op(node, aten.hardswish)
 
 
@@ -104,11 +104,11 @@ def static_int(x: Any) -> int | None:
     return x if isinstance(x, int) and not isinstance(x, bool) else None
 
 
-# --- looking through operators that change nothing that matters ---
+# --- following a node back through operators that keep its elements ---
 
 COPIES = (aten.clone, aten.alias, aten.detach, aten.contiguous, aten.lift_fresh_copy)
 RESHAPES = (*COPIES, aten.view, aten._unsafe_view, aten.reshape, aten.unsqueeze, aten.squeeze)
-"""The result has the same elements in the same row-major order."""
+"""Operators whose result has the same elements in the same row-major order."""
 SWAPS = (aten.t, aten.transpose, aten.permute)
 CUTS = (aten.select, aten.slice, aten.split, aten.split_with_sizes, aten.chunk)
 _MAX = 2**63 - 1

@@ -1,9 +1,8 @@
-"""Decides whether a graph may run twice for one call, with weights packed again, and what must be undone
-before.
+"""Decides whether a graph may run twice in one call, and what must be undone before the second run.
 
-On a GPU the host learns that weights have changed while the graph already runs (weights/runtime.py). The
-graph then runs again. The second run is correct if the first left nothing behind, or only values that the
-second overwrites or that can be undone.
+On a GPU, the host may learn only while the graph runs that weights have changed (weights/runtime.py). The
+weights are then packed again, and the graph runs again. The second run is correct if the first left nothing
+behind, or only values that the second overwrites or that can be undone.
 """
 
 from __future__ import annotations
@@ -32,10 +31,12 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def undo_of(graph: fx.Graph, packed: int) -> Undo | None:
-    """Return the steps that undo a run, so that a second one gives the same. None: it may not run twice.
+    """Return the steps that undo a run, so that a second run gives the result of a first one. None if the
+    graph may not run twice.
 
-    The last `packed` inputs are the packed weights. The graph must draw no random numbers. No other process
-    may take part, because it may have no reason for a second run. Writes to inputs are allowed in two cases:
+    The last `packed` inputs are the packed weights. The graph must draw no random numbers. It must not
+    communicate with other processes, because they may have no reason for a second run. Writes to inputs are
+    allowed in two cases:
 
         - nothing else reads the input, and the places do not depend on the packed weights: a cache of keys,
           at this token's position;
@@ -80,7 +81,7 @@ def added_number(target: fx.Node, new: fx.Node) -> int | None:
 
 
 def _sum(node: fx.Node) -> tuple[Any, Any]:
-    """Return the operands of a sum of a tensor and a number, which may be one of several of an operator."""
+    """Return the operands of a sum of a tensor and a number. The operator may compute several such sums."""
     if node.target is aten.add.Tensor and not node.kwargs:
         return node.args[0], node.args[1]
     found = item(node)
@@ -95,7 +96,7 @@ def _overwrites(write: fx.Node, target: fx.Node, new: fx.Node, weights: set[fx.N
     before."""
     readers = {u for u in target.users if u.op != "output"} - {write}
     if not readers:
-        return new is not target and value(new).shape == value(target).shape  # all of it is new
+        return new is not target and value(new).shape == value(target).shape  # all is overwritten
     if readers != {new} or not is_op(new, *_PLACES):
         return False
     given = arguments(new)

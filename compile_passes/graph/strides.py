@@ -1,4 +1,4 @@
-"""Makes a graph right for any strides of the tensors inside it.
+"""Makes a graph correct for any strides of the tensors inside it.
 
 A trace chooses operators for the strides that it sees: `reshape` becomes `view` where a view is possible,
 and `contiguous` is left out where the tensor is contiguous. Inductor traces the graph again and decomposes
@@ -6,7 +6,7 @@ operators, and a decomposition may lay its result out in another way. `cat` of a
 transposed one is an example: torch's kernel returns a contiguous tensor, Inductor's decomposition keeps the
 strides of the transposed one. Operators that replace others may differ, too.
 
-Strides of inputs stay what they are, and so do those of their views, so views of inputs remain views.
+The strides of inputs and of their views do not change, so views of inputs remain views.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .nodes import aten, is_tensor, operand, value
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
 _BITS = (aten.view.dtype, aten.view_as_complex.default)
-"""Read the last dimension as other numbers; it must be dense."""
+"""Operators that reinterpret the last dimension, which must have stride 1."""
 _BY_STRIDES = (
     aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default,
 )  # fmt: skip
-"""Take strides of the memory, whatever the tensor's own strides are."""
+"""Operators whose arguments are strides of the memory; the tensor's own strides have no effect."""
 _NEED_LAYOUTS = ("_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_int_mm", "_weight_int4pack_mm")
 """aten's operators whose kernels refuse some strides."""
 _ANY_LAYOUT = ("aten", "prim", "prims", "fp4", "_c10d_functional")
@@ -47,9 +47,9 @@ class _Graph:
     def __init__(self, graph: fx.Graph, inputs_are_real: bool) -> None:
         self._graph = graph
         self._known: set[fx.Node] = set(graph.find_nodes(op="placeholder")) if inputs_are_real else set()
-        """Inputs and views of them: their strides are those of the user's tensors."""
+        """Inputs and their views. Their strides are those of the user's tensors."""
         self._dense: dict[fx.Node, fx.Node] = {}
-        """Tensors as contiguous ones."""
+        """Maps tensors to their contiguous copies."""
         self._restored: set[fx.Node] = set()
         """Tensors that have been given the strides of the trace."""
 
@@ -85,7 +85,8 @@ class _Graph:
         node.kwargs = fx.node.map_arg(node.kwargs, change)
 
     def _restore_strides(self, x: fx.Node) -> None:
-        """Give a tensor whose memory is read the strides that the trace saw, for all of its readers."""
+        """Give `x` the strides that the trace saw, for all nodes that read it, because one of them reads its
+        memory directly."""
         while isinstance(x.args[0] if x.args else None, fx.Node) and _is_view(x):
             x = operand(x)
         order = _order(x) if is_tensor(x) and x not in self._known else None
@@ -131,7 +132,8 @@ def _was_contiguous(node: fx.Node) -> bool:
 
 
 def _order(node: fx.Node) -> list[int] | None:
-    """Dimensions from the outermost to the innermost in memory; None if the memory has gaps or is shared."""
+    """Return the dimensions from the outermost to the innermost in memory. None if the memory has gaps or
+    elements share it."""
     x = value(node)
     if x.layout is not torch.strided:
         return None

@@ -17,7 +17,8 @@ from .nodes import integer
 
 
 def called(node: fx.Node) -> str:
-    """The name of the function or method. `a == b` is `eq`; Dynamo of torch 2.11 has `a.__eq__(b)`."""
+    """Return the name of the function or method that a node calls. `a == b` is `eq`; Dynamo of torch 2.11 has
+    `a.__eq__(b)`."""
     target = node.target
     name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
     return "eq" if name == "__eq__" else name
@@ -78,7 +79,8 @@ def same_elements(node: fx.Node) -> list[fx.Node]:
 
 
 def some_elements(node: fx.Node) -> list[fx.Node]:
-    """Return `node` and the nodes that its elements come from, even if it has only some of theirs."""
+    """Return `node` and the nodes that its elements come from. `node` may have only some of their
+    elements."""
     chain = same_elements(node)
     while (part := named(chain[-1], ("getitem",), ("input", "item"))) and _is_basic(part["item"]):
         if not isinstance(example(part["input"]), Tensor):  # one of several results
@@ -88,7 +90,8 @@ def some_elements(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_basic(index: Any) -> bool:
-    """Return whether an index is of numbers and slices alone, so that it chooses and computes nothing."""
+    """Return whether an index has only numbers and slices, so that it neither depends on data nor computes
+    anything."""
     items = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, int | slice) for i in items)
 

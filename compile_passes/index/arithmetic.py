@@ -67,7 +67,7 @@ def operands(
 ) -> list[Value]:
     """Read a pointwise operator's tensors. The first `addends` of its arguments are added.
 
-    `unsorted` refuses rows in two orders."""
+    `unsorted` is the refusal if the operands have rows in two different orders."""
     tensors = [n for n in node.args if is_tensor(n)]
     values = [
         reader.addend(node, n, level) if n in node.args[:addends] else reader.value(n, level) for n in tensors
@@ -200,7 +200,7 @@ def _divide(reader: Reader, node: fx.Node, level: int) -> Value:
             parts = reader.split(axis, (count, by))
             if axis in v.axes:
                 return Value(v.rename({axis: parts}).dims, parts[0])
-            if reader.cuts.get(axis) is coordinate(parts):  # cut in the same way as before
+            if reader.cuts.get(axis) is coordinate(parts):  # this axis was split in the same way before
                 return Value(v.dims, parts[0])
             if any(isinstance(r, ChosenRows) and axis in r.bound for r in v.axes):
                 _recut(reader, v, axis, parts)
@@ -209,8 +209,7 @@ def _divide(reader: Reader, node: fx.Node, level: int) -> Value:
 
 
 def _recut(reader: Reader, v: Value, axis: Axis, parts: tuple[Axis, ...]) -> None:
-    """Let rows that range over `axis` range over its parts. Terms over `axis` are corrected where rows
-    end."""
+    """Let rows that range over `axis` range over its parts."""
     reader.cuts[axis] = coordinate(parts)
     for rows in v.axes:
         if isinstance(rows, ChosenRows) and axis in rows.bound:
@@ -386,7 +385,7 @@ def stack(reader: Reader, node: fx.Node, level: int) -> Value:
         elif level == 2 and all(v.dims[d] and _as_long(v.dims[d], values[0].dims[d]) for v in values):
             return _joined_parts(reader, node, values, d)
         elif any(v.dims[d] for v in values):
-            raise Opaque  # they have several sizes in the dimension in which they are joined
+            raise Opaque  # the parts have different sizes in the dimension along which they are joined
         else:
             values = [Value(v.dims[:d] + v.dims[d + 1 :], v.term) for v in values]
     if level == 1 and rows is None:
@@ -438,7 +437,7 @@ def _joined_parts(reader: Reader, node: fx.Node, values: list[Value], d: int) ->
 
 
 def _as_long(ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> bool:
-    """Return whether two dimensions have the same size. Rows that were selected have none."""
+    """Return whether two dimensions have the same size. Selected rows have no known size."""
     ours_long, theirs_long = (math.prod(a.size for a in group) for group in (ours, theirs))
     return not some_chosen((*ours, *theirs)) and same(ours_long, theirs_long)
 
@@ -485,7 +484,7 @@ def joined(terms: Sequence[Term], axes: Sequence[Axis]) -> tuple[Axis, Term] | N
     whole = Axis(sum(sizes))
     try:
         return whole, _Joined(list(axes), starts, whole).of(list(terms))
-    except (_Differ, RecursionError):  # no expert has terms that deep
+    except (_Differ, RecursionError):  # terms of experts are never that deep
         return None
 
 
@@ -497,8 +496,8 @@ class _Joined:
     def __init__(self, axes: list[Axis], starts: list[int], whole: Axis) -> None:
         self._axes, self._starts, self._whole = axes, starts, whole
         self._done: dict[tuple[Term, ...], Any] = {}
-        """Maps parts to the term that they are parts of, and the axes of sums in the terms to that of the
-        whole."""
+        """Maps parts to the term that they are parts of, and the axes of sums in the parts to the axis in
+        that term."""
 
     def of(self, terms: list[Any]) -> Any:
         """Return the term that these are parts of."""

@@ -1,4 +1,4 @@
-"""Reads conditions into terms, which are 0 or 1: comparisons, products of these, and what masks leave."""
+"""Reads conditions into terms that are 0 or 1: comparisons, products of comparisons, and masked values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads ids of experts: what counts and bounds them, whether they are distinct, which rows they choose."""
+"""Reads ids of experts: which tensor counts them, how large they can be, whether they are distinct, and which
+rows they choose."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from ..refusal import Kind, need, refuse
 
 
 def counted_ids(counts: fx.Node, experts: int) -> fx.Node:
-    """The ids of which `counts` [E] is the histogram: bin e counts exactly the ids equal to e."""
+    """Return the ids that `counts` [E] counts: bin e is the number of ids equal to e."""
     if is_op(counts, aten.histc):
         a = arguments(counts)
         low, high = a["min"], a["max"]
@@ -62,7 +63,7 @@ def below(ids: fx.Node, experts: int) -> bool:
 
 
 def _columns(chooser: fx.Node) -> int | None:
-    """Among how many a topk, max or argmax chooses along its dimension."""
+    """Return the number of elements among which a topk, max or argmax chooses along its dimension."""
     a = arguments(chooser)
     sizes, dim = shape(a["self"]), a.get("dim")
     return static_int(sizes[dim]) if isinstance(dim, int) and sizes else None
@@ -81,7 +82,8 @@ def nonnegative(ids: fx.Node) -> bool:
 
 
 def gathered(node: fx.Node) -> tuple[fx.Node | None, fx.Node | None]:
-    """(table, index) if node is table[index], whole rows of the first dimension."""
+    """Return (table, index) if `node` is table[index], where the index chooses whole rows along the first
+    dimension."""
     if is_op(node, aten.index):
         index = several(node, 1)[0] if len(several(node, 1)) == 1 else None
         if is_tensor(index) and value(index).dtype in (torch.int64, torch.int32) and len(shape(index)) == 1:
@@ -132,7 +134,8 @@ def _same_rows(node: fx.Node, source: fx.Node) -> bool:
 
 
 def support(node: fx.Node) -> tuple[fx.Node, ...] | None:
-    """Return tensors of ids, each [..., k], if a matrix [..., E] is zero everywhere else, or None.
+    """Return tensors of ids, each [..., k], if the matrix `node` [..., E] is zero in all columns other than
+    these ids. Else return None.
 
     No row of a tensor names an expert twice.
     """
@@ -141,7 +144,7 @@ def support(node: fx.Node) -> tuple[fx.Node, ...] | None:
 
 
 def _background(node: fx.Node) -> tuple[tuple[fx.Node, ...], float] | None:
-    """Return (ids, value everywhere else) of a matrix [..., E]."""
+    """Return (ids, value in all other columns) of a matrix [..., E]."""
     while passes_order(node):
         if not _same_rows(node, operand(node)):
             return None

@@ -3,8 +3,8 @@
 `Reader.value(node, level)` reads back through a bounded part of the graph. `level` is the number of products
 with weights that may be between the node and the block's input. 2: the output side (down product, routing
 weights, sums). 1: inside the FFN (activation, gate/up product). 0: rows and routing, where only re-indexing
-is read. A node that is not understood is opaque: a `Ref` to itself. What is read is always right, if not
-always useful. Each operator has a function (`@reads`) in the files beside this one.
+is read. A node that is not understood is opaque: a `Ref` to itself. A term is always correct, although it is
+not always useful. Each operator has a function (`@reads`) in the files beside this one.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class Opaque(Exception):
 
 
 MOST_NESTED = 16
-"""How many reads may be nested. Each takes four to six Python frames, and the caller and Dynamo may have
-used most of the thousand that Python allows."""
+"""The largest number of nested reads. Each takes four to six Python frames. Python allows a thousand frames,
+and the caller and Dynamo may already use most of them."""
 
 
 PRODUCTS_OF_A_BLOCK = 2
-"""An expert has two products, up and down. A node this many products before its output is what the block
-reads."""
+"""An expert has two products, up and down. Before a block's output there are this many products. A node
+before all of them is an input of the block."""
 
 
 class _ReadFirst(Exception):
@@ -85,7 +85,8 @@ Rule = TypeVar("Rule", bound=Callable[..., Value])
 def reads(*operators: Any) -> Callable[[Rule], Rule]:
     """Make a function the one that reads calls of these operators of aten, with any overload.
 
-    In place of an operator it may be `is_grouped_mm` or `is_pointwise`, for what has no rule of its own."""
+    Instead of an operator, a test such as `is_grouped_mm` or `is_pointwise` may be given; it applies to
+    operators that have no rule of their own."""
 
     def mark(rule: Rule) -> Rule:
         READERS.update(dict.fromkeys(operators, rule))
@@ -95,7 +96,7 @@ def reads(*operators: Any) -> Callable[[Rule], Rule]:
 
 
 class Reader:
-    """The value of each node read so far, and the axes it is over."""
+    """Reads nodes, and keeps the value and the axes of each node that it has read."""
 
     def __init__(self, graph: fx.Graph, canon: Canon, is_weight: Callable[[fx.Node], bool]) -> None:
         self.graph, self.canon, self.is_weight = graph, canon, is_weight
@@ -104,13 +105,14 @@ class Reader:
         self._splits: dict[tuple[Axis, str], tuple[Axis, ...]] = {}
         self.rows: dict[Any, ChosenRows] = {}
         self.any_of: dict[tuple[int, Value], Value] = {}
-        """Masks that were reduced. Equal masks choose the same rows, so they must have the same axes."""
+        """Results of `any` on masks. Equal masks choose the same rows, so they must have the same axes."""
         self.cuts: dict[Axis, Term] = {}
         self.scalars: dict[int, fx.Node] = {}
         self.refusals: dict[fx.Node, Refusal] = {}
         """Reasons why nodes could not be read, if they can be told to the user."""
         self.sorted_from: dict[ChosenRows, Term] = {}
-        """The place of each sorted row before the sort, over `bound` before any cut."""
+        """The position of each sorted row before the sort, as a term over the axes `bound` as they were
+        before any of them was split."""
         self.continued: set[fx.Node] = set()
         """Products over a slice that are added to those over the slices before it. Together they are one
         product."""
@@ -120,7 +122,7 @@ class Reader:
         """The number of nested reads."""
 
     def afresh(self) -> Reader:
-        """Return a reader of the same graph that has read nothing yet, and in which nothing is cut."""
+        """Return a new reader of the same graph. It has read nothing yet, and has no cut nodes."""
         other = Reader(self.graph, self.canon, self.is_weight)
         other._products_before = self._products_before
         return other
@@ -128,7 +130,7 @@ class Reader:
     def _read(self, node: fx.Node, level: int) -> Value:
         if node.op != "call_function" or not is_tensor(node):
             raise Opaque
-        if node.target is aten.view.dtype:  # the same bits as other values
+        if node.target is aten.view.dtype:  # the bits are reinterpreted as other values
             raise Opaque
         rule = READERS.get(getattr(node.target, "overloadpacket", node.target))
         for test in (is_grouped_mm, is_pointwise):
@@ -212,7 +214,7 @@ class Reader:
         return self._own[number]
 
     def cut(self, node: fx.Node) -> None:
-        """Read nothing through `node` any more: it is a block of its own."""
+        """Treat `node` as opaque from now on, because it is a block of its own."""
         for level in range(3):
             self._values[node, level] = self.opaque(node)
 
@@ -291,8 +293,8 @@ class Reader:
         return values
 
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> Ref | None:
-        """Return an element of `node` itself. None if rows were selected, because no other place can index
-        them."""
+        """Return an element of `node` itself. None if rows were selected, because such rows have no position
+        outside of the selection."""
         if some_chosen(a for group in dims for a in group):
             return None
         return Ref(node, [coordinate(g) for g in dims])
@@ -308,7 +310,8 @@ def _apart(a: Value, b: Value, pairs: list[tuple[int, int]]) -> Value:
 
 
 def _as_any(v: Value, d: int, theirs: tuple[Axis, ...]) -> Value:
-    """Return `v` over tokens instead of (token, choice) pairs, if `theirs` are these tokens.
+    """Return `v` with rows over tokens instead of (token, choice) pairs, if `theirs` are the axes of these
+    tokens.
 
     `v` ranges over the pairs (t, j) with ids[t, j] == e. `theirs` ranges over the tokens t that have e
     among their ids. If no token has an expert twice, both have the same rows in the same order.

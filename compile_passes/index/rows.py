@@ -1,5 +1,5 @@
-"""Reads rows that masks choose or sorts order: which they are, how many each expert has, how they are put
-back."""
+"""Reads rows that masks choose or that sorts reorder: which rows these are, how many each expert has, and how
+they return to token order."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def mask_rows(reader: Reader, mask: fx.Node, size: Any) -> tuple[ChosenRows, Val
 
 
 def whole_rows(reader: Reader, mask: fx.Node, of: fx.Node, size: Any) -> tuple[ChosenRows, Value]:
-    """Return the same as `mask_rows` for a mask over the elements of `of` that has one value for each
-    row: mask[..., None], expanded or not."""
+    """Do the same as `mask_rows` for a mask over the elements of `of` that has one value for each row:
+    mask[..., None], expanded or not."""
     v = reader.value(mask, 0)
     if len(shape(mask)) != len(shape(of)) or len(v.dims) < 2 or free_axes(v.term) & set(v.dims[-1]):
         raise Opaque
@@ -85,7 +85,7 @@ def place_of(reader: Reader, nonzero: fx.Node, dim: int) -> Value:
 
 
 def sorted_output(reader: Reader, sort: fx.Node, output: int) -> Value:
-    """Read a sort. It orders all rows anew: each row is one position of the sorted tensor."""
+    """Read a sort. It reorders all rows: each row is one position of the sorted tensor."""
     a = arguments(sort)
     v = reader.value(a["self"], 0)
     if len(v.dims) != 1 or a["descending"] or some_chosen(v.axes):
@@ -109,7 +109,7 @@ def sorted_rows(v: Value, d: int) -> ChosenRows | None:
 
 
 def counted_by(sizes: Any) -> fx.Node | None:
-    """Return counts if sizes are the numbers counts[0], counts[1], ... to the last."""
+    """Return the node `counts` if `sizes` are all of its elements in order: counts[0], counts[1], ..."""
     found: set[fx.Node] = set()
     for i, size in enumerate(sizes):
         at = operand(size) if is_op(size, aten._local_scalar_dense) else None
@@ -159,7 +159,8 @@ def index_into(reader: Reader, table: fx.Node, d: int, index: fx.Node) -> Value:
     """Read an index into dimension d of a tensor. A clamp of sorted ids to experts is ignored for a bias
     [E, N].
 
-    The clamp only changes what rows of no expert read. Nobody uses these rows, unless they are masked.
+    The clamp only changes what rows of no expert read. The result does not depend on these rows, because they
+    are masked later or not used at all.
     """
     clamp = strip(index)
     bias = reader.is_weight(strip(table)) and len(shape(table)) == 2 and d == 0
@@ -173,7 +174,7 @@ def index_into(reader: Reader, table: fx.Node, d: int, index: fx.Node) -> Value:
 
 
 def restored(reader: Reader, table: Value, d: int, rows: ChosenRows, index: fx.Node) -> Value:
-    """Put sorted rows back in their old order. `bound` are then ordinary axes."""
+    """Put sorted rows back into their old order. After that, `bound` are ordinary axes."""
     if len(shape(index)) != 1:
         raise Opaque
     need(_inverts(reader, index, rows), Kind.NOT_RESTORED, index)
@@ -183,10 +184,11 @@ def restored(reader: Reader, table: Value, d: int, rows: ChosenRows, index: fx.N
 
 
 def _inverts(reader: Reader, index: fx.Node, rows: ChosenRows) -> bool:
-    """Return whether index[s] is the row of place s: the inverse of the permutation that sorts."""
+    """Return whether index[s] is the sorted position of row s, so that the index is the inverse of the sort's
+    permutation."""
     index = exact_int(index)
     found = item(index)
-    if found is not None:  # the index is its argsort
+    if found is not None:  # the index is the argsort of the permutation
         source, output = found
         ascending = is_op(source, aten.sort) and not arguments(source)["descending"]
         return ascending and output == 1 and _permutes(reader, operand(source), rows)
@@ -254,7 +256,7 @@ def _are_of(reader: Reader, counted: tuple[Term, list[Axis]], rows: ChosenRows) 
     if axes == [rows]:
         return ids is rows.key
     own: dict[Any, Term] = dict(zip(axes, rows.bound))
-    if len(axes) != len(rows.bound):  # an axis of one of them was cut
+    if len(axes) != len(rows.bound):  # an axis of one of them was split
         if len(axes) != 1:
             return False
         own = {axes[0]: coordinate(rows.bound)}
@@ -276,7 +278,7 @@ def _marked(node: fx.Node) -> fx.Node | None:
     return found[0] if found is not None and len(found) == 1 else None
 
 
-# --- rows that are no expert's ---
+# --- rows that belong to no expert ---
 
 
 @reads(aten.masked_fill)

@@ -1,4 +1,4 @@
-"""Index notation: what one element of a tensor is, as a term over named axes.
+"""Index notation: describes one element of a tensor as a term over named axes.
 
 `x[token]` with `token = nonzero(ids == 3)[0]`, and `x` gathered, viewed or permuted by other means, all
 become the same `Ref(x, (t, h))`. Programs that are written differently but compute the same have equal terms.
@@ -84,7 +84,8 @@ class Axis(Term):
 
 
 class ChosenRows(Axis):
-    """Counts the rows that a mask selects or a sort orders. Row r stands for values of the axes `bound`.
+    """An axis over the rows that a mask selects or a sort reorders. Row r stands for one combination of
+    values of the axes `bound`.
 
     Tensors with this axis have terms over `bound`, whose axes occur nowhere else. If `mask` is None, every
     combination of values occurs once. `key` (sorts only) is the term by which the rows are in ascending
@@ -106,7 +107,7 @@ def some_chosen(axes: Iterable[Axis]) -> bool:
 
 
 class Const(Term):
-    """A Python number. None is memory that nobody has written."""
+    """A Python number. None stands for uninitialised memory."""
 
     __slots__ = _names = ("type", "value")
     type: str
@@ -120,7 +121,7 @@ class Const(Term):
 
 
 class Mix(Term):
-    """A coordinate made of several in row-major order. `sizes` are the sizes of the parts."""
+    """A coordinate made of several coordinates in row-major order. `sizes` are the sizes of the parts."""
 
     __slots__ = ("parts", "sizes")
     _names = ("parts",)
@@ -206,7 +207,7 @@ class Ref(Term):
 
 
 class Composite(Term):
-    """A term that some node computes, too: `ref` is that node's element."""
+    """A term that a node of the graph may compute, too. `ref` is the element of that node."""
 
     __slots__ = ()
     ref: Ref | None
@@ -290,14 +291,14 @@ class Mean(OverAxes):
 
 
 class AnyOf(OverAxes):
-    """An indicator that the body holds for some value of the axes."""
+    """The indicator that the body is true for at least one value of the axes."""
 
     __slots__ = ()
     word = "any"
 
 
 class NoneOf(Term):
-    """1 where none of these masks is set, else 0: for rows that nothing overwrites."""
+    """1 where none of these masks is set, else 0. It marks rows that nothing overwrites."""
 
     __slots__ = _names = ("masks",)
     masks: tuple[Term, ...]
@@ -332,8 +333,8 @@ def substitute(term: Any, mapping: Mapping[Replaced, Term]) -> Any:
 
 
 def transform(term: Term, at: Callable[[Term], Term | None], with_refs: bool = True) -> Term:
-    """Replace each part of `term` by `at(part)`, from the outside in. If that is None, the part's own parts
-    are next.
+    """Replace parts of `term` by `at(part)`, from the outside in. If `at(part)` is None, the parts of that
+    part are tried.
 
     Without `with_refs`, rebuilt terms forget which node computes them.
     """
@@ -355,7 +356,7 @@ def _transformed(
             if new is None:
                 own = None if with_refs or not isinstance(t, Composite) else t.ref
                 chosen, parts = None, t.children()
-                if isinstance(t, Choose):  # a number as index leaves one option: the others are not needed
+                if isinstance(t, Choose):  # a constant index chooses one option; the others are not needed
                     index = done.get(t.index)
                     chosen = t.options[index.value] if isinstance(index, Const) else None
                     if index is None or chosen is not None:
@@ -495,7 +496,7 @@ class _Description:
         return found
 
     def text(self, term: Any, inside: bool = False) -> str:
-        """inside: the term is in an index."""
+        """Print one term. inside: the term stands in an index."""
         self._parts += 1
         if self._parts > MOST_PARTS:
             return "..."

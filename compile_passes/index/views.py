@@ -99,7 +99,7 @@ def _view(reader: Reader, node: fx.Node, level: int) -> Value:
         if not atoms:
             raise Opaque
         group = prefix(size, atoms)
-        if group is None and d == last:  # the remaining axes, whatever their size is called
+        if group is None and d == last:  # all remaining axes; their sizes may be different symbols
             group = list(atoms)
         if group is None:
             first = atoms[0]
@@ -120,10 +120,10 @@ def _view(reader: Reader, node: fx.Node, level: int) -> Value:
 
 
 def _merges_leading(reader: Reader, node: fx.Node, source: fx.Node, old: Value) -> bool:
-    """Return whether [B, S, H] -> [B * S, H] makes the tokens one axis, like those of the router and the
-    ids.
+    """Return whether a view [B, S, H] -> [B * S, H] merges batch and sequence into one axis of tokens, as the
+    router and the ids have it.
 
-    A slice does not count: in a buffer with rows for each expert, it belongs to one expert.
+    A view of a slice does not count: in a buffer with rows for each expert, the slice belongs to one expert.
     """
     assert isinstance(old.term, Ref)
     ours, new = shape(source), shape(node)
@@ -190,7 +190,7 @@ def _select(reader: Reader, node: fx.Node, level: int) -> Value:
 
 
 def _at(reader: Reader, v: Value, d: int, index: Term) -> Value:
-    """Return v with one dimension fixed."""
+    """Return v at one index of dimension d."""
     mapping = axes_at(reader, v.dims[d], index)
     return Value(v.dims[:d] + v.dims[d + 1 :], substitute(v.term, mapping))
 
@@ -239,7 +239,7 @@ def slice_of(reader: Reader, v: Value, dim: int, start: int, step: int, size: in
         return Value((*fixed.dims[:d], (), *fixed.dims[d:]), fixed.term)
     if some_chosen(group):
         raise Opaque
-    if len(group) > 1:  # a flat buffer: take one number of the first axis
+    if len(group) > 1:  # a flat buffer: fix the first axis
         length = math.prod(a.size for a in group[1:])
         if not (step == 1 and same(length, size) and start % size == 0):
             raise Opaque
@@ -285,8 +285,8 @@ def getitem(reader: Reader, node: fx.Node, level: int) -> Value:
 
 
 def _places(node: fx.Node, d: int) -> fx.Node | None:
-    """Return nonzero(mask) if parts of `node` along dimension d are its columns. Raises Opaque if they are
-    its rows."""
+    """Return nonzero(mask) if taking a part of `node` along dimension d takes a column of nonzero(mask).
+    Raises Opaque if it takes a row."""
     node = strip(node)
     while is_op(node, aten.t, aten.permute, aten.transpose) and len(shape(node)) == 2:
         order = several(node, 1) if is_op(node, aten.permute) else [1, 0]
@@ -371,7 +371,7 @@ def _index(reader: Reader, node: fx.Node, level: int) -> Value:
         return _selected(reader, table, mask, rows, first, count)
     indices = reader.broadcast([index_into(reader, whole, d, i) for d, i in given])
     if any(len(table.dims[d]) > 1 and _is_of_selected_rows(v) for (d, _), v in zip(given, indices)):
-        table = reader.opaque(whole)  # one of its axes is the rows' axis
+        table = reader.opaque(whole)  # the table and the rows share an axis
         lead, rest = table.dims[:first], table.dims[first + len(given) :]
     values = _own_axes(table, indices)
     dims = dims_of(values)
@@ -384,8 +384,8 @@ def _index(reader: Reader, node: fx.Node, level: int) -> Value:
 
 
 def _own_axes(table: Value, indices: list[Value]) -> list[Value]:
-    """Give indices axes that the table does not have, so no row is paired with its own column by
-    accident."""
+    """Give indices axes that the table does not have. A shared axis would be read as a diagonal of the
+    table."""
     shared = set(table.axes) & {a for v in indices for a in v.axes}
     if some_chosen(shared):
         raise Opaque
@@ -394,7 +394,7 @@ def _own_axes(table: Value, indices: list[Value]) -> list[Value]:
 
 
 def _fit(reader: Reader, table: Value, d: int, index: Term) -> tuple[tuple[Axis, ...], Term]:
-    """Return the axes of dimension d, and the index in as many parts as there are axes."""
+    """Return the axes of dimension d, and the index split into the same number of parts."""
     group = table.dims[d]
     if len(group) > 1 and isinstance(index, Axis) and not isinstance(index, ChosenRows):
         cut = reader.split(index, tuple(a.size for a in group))

@@ -1,4 +1,4 @@
-"""Reads rows that are added or written to a tensor at places of their own."""
+"""Reads rows that are added or written to a tensor at given positions."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _index_put(reader: Reader, node: fx.Node, level: int) -> Value:
 def _put(reader: Reader, node: fx.Node, level: int, base: fx.Node, indices: list[fx.Node], where: list[Value],
     rows: fx.Node,
 ) -> Value:  # fmt: skip
-    """Read rows that replace base[indices]. If they are base[indices] + y, this adds y."""
+    """Read rows that replace base[indices]. If the new rows are base[indices] + y, read them as adding y."""
     added = _increment(reader, base, indices, rows)
     if added is not None and _once(where):
         return _added(reader, node, level, reader.addend(node, base, level), where, added)
@@ -170,10 +170,10 @@ def _index_copy(reader: Reader, node: fx.Node, level: int) -> Value:
 def _placed(
     reader: Reader, level: int, base: Value, where: list[Value], source: fx.Node
 ) -> tuple[Value, Term, Term | None]:
-    """Return base, `source` over base's axes (summed over the other axes of its rows), and the rows'
-    mask.
+    """Return three things: base; `source` as a term over base's axes, summed over the other axes of its rows;
+    and the mask of the rows.
 
-    where: the place of each row along the first dimensions of base.
+    where: the position of each row along the first dimensions of base.
     """
     if level < 2 or any(len(w.dims) != 1 for w in where):
         raise Opaque
@@ -217,8 +217,8 @@ def _added(
 def _overwrite(
     reader: Reader, node: fx.Node, level: int, base: fx.Node, where: list[Value], source: fx.Node
 ) -> Value:
-    """Read rows that are overwritten. If nobody wrote them before, writing is adding. The others keep
-    their values."""
+    """Read rows that are overwritten. If they were not written before, overwriting them is the same as adding
+    to zeros. The other rows keep their values."""
     if not _once(where):
         raise Opaque
     old, new, mask = _placed(reader, level, reader.addend(node, base, level), where, source)
@@ -258,7 +258,8 @@ def _repeated(node: fx.Node) -> fx.Node:
 
 
 def _pieces(index: fx.Node, source: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """Return pieces (places, rows), if both are joined from pieces of the same lengths."""
+    """Return pairs (positions, rows), if the index and the source are both concatenations of pieces with the
+    same lengths."""
     if is_op(index, aten.cat) and is_op(source, aten.cat) and arguments(source)["dim"] == 0:
         places, rows = arguments(index)["tensors"], arguments(source)["tensors"]
         if len(places) == len(rows) and all(same(shape(i)[0], shape(r)[0]) for i, r in zip(places, rows)):

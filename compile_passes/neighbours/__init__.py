@@ -1,1 +1,1 @@
-"""Rewrites what stands beside experts in a graph, attention and routers, for torch's fastest kernels."""
+"""Rewrites attention, routers and all-reduces in graphs with experts, so that faster kernels run them."""

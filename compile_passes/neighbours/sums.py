@@ -1,8 +1,9 @@
-"""Sums over processes as `fp4::all_reduce`, where kernels carry them over NVLink.
+"""Writes sums over processes as `fp4::all_reduce`, whose kernels send data over NVLink.
 
-Models whose experts or heads are spread or split end each part in an all-reduce: DTensor's redistribution,
-transformers' hooks and `torch.distributed.all_reduce` are the same nodes in a graph. For a few tokens, NCCL's
-all-reduce takes 12 us. A kernel that writes into the other GPUs' memory takes 4 us (docs/several_gpus.md).
+With expert or tensor parallelism, each block ends in an all-reduce. It may come from DTensor's
+redistribution, from transformers' hooks or from `torch.distributed.all_reduce`; all are the same nodes in a
+graph. For a few tokens, NCCL's all-reduce takes 12 us. A kernel that writes into the other GPUs' memory takes
+4 us (docs/several_gpus.md).
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from ..graph.nodes import FLOATING, arguments, is_tensor, value
 
 
 def write_sums(graph: fx.Graph) -> list[str]:
-    """Rewrites every all-reduce that qualifies; says in words what was done.
+    """Rewrites every all-reduce that qualifies, and returns a text about it.
 
-    All processes of the group decide alike: by the same graph, and by a workspace that all of them have.
+    All processes of the group make the same decision: they have the same graph, and all of them have the
+    workspace.
     """
     done = 0
     for node in _all_reduces(graph):
@@ -40,7 +42,7 @@ def write_sums(graph: fx.Graph) -> list[str]:
 
 
 def _all_reduces(graph: fx.Graph) -> list[fx.Node]:
-    operators = getattr(torch.ops, "_c10d_functional", None)  # a torch without torch.distributed has none
+    operators = getattr(torch.ops, "_c10d_functional", None)  # torch may lack distributed
     found = getattr(operators, "all_reduce", None)
     return [] if found is None else list(graph.find_nodes(op="call_function", target=found.default))
 

@@ -1,12 +1,13 @@
 """Rewrites a router's `topk` on a GPU, for which Inductor would call torch's own topk.
 
-torch's topk is a kernel that selects and one that sorts, with nothing fused to either. When one token is
-decoded on an H200, both together take as long as one of the layer's expert products (9 us, 128 experts).
+torch's topk runs two kernels, one that selects and one that sorts, and no other work is fused into them. When
+one token is decoded on an H200, both together take as long as one of the layer's expert products (9 us, 128
+experts).
 
 On Hopper, `topk` becomes fp4::top_experts, with the softmax before it and what is computed from its values.
-The kernel gives a row to each warp. On other GPUs, `topk` becomes rounds, each of which finds the largest of
-the values that are left. These are reductions over the rows that softmax reduces, so Inductor makes one
-Triton kernel of both; on an H100 it takes 30 us for 64 rows of 128 experts. (Inductor can also generate a
+Each warp of the kernel computes one row. On other GPUs, `topk` becomes k rounds. Each round finds the largest
+of the remaining values. The rounds reduce over the same rows as the softmax, so Inductor fuses both into one
+Triton kernel. On an H100 this kernel takes 30 us for 64 rows of 128 experts. (Inductor can also generate a
 sort of whole rows. That takes twice the instructions and one more kernel.)
 """
 
@@ -40,16 +41,16 @@ fp4 = torch.ops.fp4
 
 DEVICES = ("cuda",)
 MAX_ROW = 512
-"""Longer rows are for torch's own radix selection."""
+"""For longer rows, torch's own radix selection runs."""
 MAX_K = 16
 """Each of the k rounds adds three nodes to the graph."""
 
 
 def write_topk(graph: fx.Graph) -> list[str]:
-    """Rewrites every `topk` that qualifies; says in words what was done.
+    """Rewrites every `topk` that qualifies, and returns a text about each.
 
-    The values are those of topk, NaN first; of equal ones the lowest index comes first, where topk promises
-    no order.
+    The values are the same as topk's, with NaN first. Among equal values the lowest index comes first; topk
+    itself promises no order.
     """
     done: Counter[tuple[int, int, bool]] = Counter()
     for node in graph.find_nodes(op="call_function", target=aten.topk.default):
@@ -107,7 +108,8 @@ def _qualifies(node: fx.Node) -> bool:
 
 
 def _rounds(graph: fx.Graph, x: fx.Node, k: int, e: int) -> tuple[fx.Node, fx.Node]:
-    """(values, indices) by integers that order as (score, lower index first) does and are all different."""
+    """Return (values, indices). Scores are mapped to distinct integers with the same order; among equal
+    scores, the lower index has the larger integer."""
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return graph.call_function(target, args, kwargs)
@@ -138,9 +140,10 @@ _INT_MAX, _LONG_MIN, _LOW = 2**31 - 1, -(2**63), 2**32 - 1
 
 
 def _flipped(call: Any, bits: fx.Node) -> fx.Node:
-    """float32 bits as int32 that order alike: the larger those of a negative number, the less it is.
+    """Map the bits of float32 to int32 values with the same order. For negative numbers, larger bits mean a
+    smaller number.
 
-    Its own inverse.
+    The function is its own inverse.
     """
     flipped = call(aten.bitwise_xor.Scalar, bits, _INT_MAX)
     return call(aten.where.self, call(aten.lt.Scalar, bits, 0), flipped, bits)

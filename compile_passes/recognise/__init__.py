@@ -1,1 +1,1 @@
-"""Proofs: what is a Mixture of Experts, and what each part of it does."""
+"""Proves which parts of a graph are Mixtures of Experts, and what each part of a mixture computes."""

@@ -1,8 +1,9 @@
-"""Experts that are not two layers and an activation: one Linear, three, a norm at the end, a residual.
+"""Finds experts of other forms than two layers and an activation: one Linear, three layers, a norm at the
+end, a residual.
 
 Each expert is the part of the graph that leads to its output and to no other expert's. Experts are alike if
-these parts are the same but for their weights and for the number of the expert. Each product is rewritten by
-itself, so what is between the products may be anything. One of these must show that a router chooses:
+these parts differ only in their weights and in the number of the expert. Each product is rewritten by itself,
+so what is between the products may be anything. One of these must show that a router chooses:
 
 - dispatch: each part has rows of its own, and a choice that depends on the model's inputs selects them;
 - combination: the outputs are added with a router's weights, each once and with its own. mixture.py proves
@@ -50,9 +51,9 @@ _FAR = 96
 """The outputs must be combined within this many nodes after them, and _FOR_EACH more for each expert."""
 _FOR_EACH = 8
 _TRIED = 12
-"""The number of nodes, made of the same experts, that are tried as their combination."""
+"""The largest number of nodes that are tried as the combination of the same experts."""
 _MOST = 16
-"""The most products that an expert has. Larger parts are whole networks, and walking them for each node
+"""The largest number of products in an expert. Larger parts are whole networks. Walking them for each node
 would take time that grows with the square of their depth."""
 
 
@@ -74,7 +75,7 @@ class Expert:
 
 @dataclass(frozen=True)
 class Alike:
-    """Experts that are alike, each of whose products is to be rewritten by itself."""
+    """Experts that are alike. Each of their products will be rewritten by itself."""
 
     experts: list[Expert]
 
@@ -89,7 +90,8 @@ class Alike:
 
     @property
     def operands(self) -> list[list[Parts]]:
-        """For each operand the matrices of all experts. Products of the same rows, gate and up, are one."""
+        """Return, for each operand, the matrices of all experts. Products of the same rows, such as gate and
+        up, are one operand."""
         first = self.experts[0]
         of: dict[object, list[int]] = {}
         for i, (product, m) in enumerate(zip(first.products, first.matrices, strict=True)):
@@ -99,7 +101,8 @@ class Alike:
 
 
 _Ends: TypeAlias = "tuple[dict[int, list[fx.Node]], Collection[fx.Node]]"
-"""Nodes that are made of several outputs, by which these are, as bits, and all that is made of any."""
+"""Two things: the nodes that depend on several outputs, by the set of these outputs as bits; and all nodes
+that depend on any output."""
 
 
 class Search:
@@ -107,7 +110,7 @@ class Search:
         self, graph: fx.Graph, reader: Reader, evidence: Evidence, fixed: set[fx.Node],
         taken: Collection[fx.Node],
     ) -> None:  # fmt: skip
-        """taken: parameters that are in experts of two layers already."""
+        """taken: parameters that already belong to experts of two layers."""
         self._reader, self._evidence, self._fixed = reader, evidence, fixed
         self._nodes = list(graph.nodes)
         self._at = {n: i for i, n in enumerate(self._nodes)}
@@ -122,7 +125,8 @@ class Search:
         """Nodes that are computed from parameters alone."""
 
     def run(self) -> Iterator[Alike]:
-        """Yield groups, the later ones first. An expert is a part of none of those before it."""
+        """Yield groups, the later ones in the graph first. No expert is a part of an expert that was yielded
+        before."""
         if len(self._matrices) < 2 or not self._evidence.has_router:
             return
         covered: set[fx.Node] = set()
@@ -138,9 +142,10 @@ class Search:
                     yield alike
 
     def _classes(self) -> list[list[fx.Node]]:
-        """Return nodes that compute the same from different weights, of which a product is in each."""
+        """Return groups of nodes that compute the same function of different weights. Each of the nodes
+        contains a product."""
         depth: dict[fx.Node, int] = {}
-        """The number of products one after the other in a node, where there are some."""
+        """For each node that depends on products: the largest number of products in a chain up to it."""
         kinds: dict[fx.Node, int] = {}
         classes: dict[int, list[fx.Node]] = {}
         table: dict[object, int] = {}
@@ -155,7 +160,7 @@ class Search:
                 if before or node in self._matrices:
                     depth[node] = before + (node in self._matrices)
                 if before and is_op(node, aten.sum, aten.bmm) and self._evidence.weighs(node):
-                    key = ("sum", str(shape(node)), value(node).dtype, before)  # over any number of experts
+                    key = ("sum", str(shape(node)), value(node).dtype, before)  # a sum of any number of terms
                 else:
                     key = self._call(node, kinds.__getitem__, [])
             kinds[node] = kind = table.setdefault(key, len(table))
@@ -164,9 +169,8 @@ class Search:
         return sorted((c for c in classes.values() if len(c) > 1), key=lambda c: -self._at[c[-1]])
 
     def _call(self, node: fx.Node, name: Callable[[fx.Node], int], numbers: list[Any]) -> tuple[Any, ...]:
-        """Return what the node calls, without the numbers in a choice of rows or of a weight's part.
-
-        They are added to `numbers`."""
+        """Return the call of a node as a key. Numbers that choose rows or a part of a weight are left out of
+        the key and added to `numbers`."""
         free = node in self._of_weights or not _floats(node)
 
         def one(a: Any) -> Any:
@@ -246,7 +250,7 @@ class Search:
         return Expert(output, products, matrices, tuple(inputs), structure, tuple(numbers), frozenset(own))
 
     def _are_dispatched(self, experts: list[Expert]) -> bool:
-        """Return whether each has rows of its own, which are chosen by what the model computes."""
+        """Return whether each expert has rows of its own, and the model computes which rows these are."""
         if not all(has_chosen_rows(p) for e in experts for p in e.products):
             return False
         if len({e.numbers for e in experts}) < len(experts) or any(self._goes_on(e.output) for e in experts):
@@ -254,17 +258,17 @@ class Search:
         return all(any(self._evidence.chooses(n) for n in e.own) for e in experts)
 
     def _goes_on(self, output: fx.Node) -> bool:
-        """Return whether a product with other weights follows on the same rows: this is half an expert."""
+        """Return whether a product with other weights follows on the same rows. If so, the output is only the
+        middle of an expert."""
 
-        def on_them(n: fx.Node) -> bool:  # a dropout has several results
+        def on_them(n: fx.Node) -> bool:  # a dropout returns several results
             return has_chosen_rows(n) if is_tensor(n) else isinstance(n.meta.get("val"), (tuple, list))
 
         rows = reached(output.users, lambda n: n.users if on_them(n) else ())
         return not rows.keys().isdisjoint(self._matrices)
 
     def _ends(self, outputs: list[fx.Node]) -> _Ends:
-        """Return nodes that are made of several outputs, by which these are, as bits, and all that is made
-        of any. There are none if no router's scores come in."""
+        """Return the `_Ends` of these outputs. The first part is empty if no router's scores are used."""
         made = {n: 1 << i for i, n in enumerate(outputs)}
         ends: dict[int, list[fx.Node]] = {}
         weighted = False
@@ -353,7 +357,7 @@ def _floats(node: fx.Node) -> bool:
 
 
 LAYERS = (Kind.ONE_LAYER, Kind.THREE_LAYERS, Kind.SIDE_BY_SIDE)
-"""Reasons that say only that the experts have other than two layers."""
+"""Reasons that say only that the experts do not have two layers."""
 INSIDE = (
     *LAYERS, *VAGUE, *DULL,
     Kind.BETWEEN, Kind.SUM_BETWEEN,

@@ -1,4 +1,4 @@
-"""The description of a mixture: one branch for each expert, and its parts, such as its activation."""
+"""Describes a mixture: one branch for each expert, and the parts of a branch, such as its activation."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ GATE, UP = Axis(0, "gate"), Axis(0, "up")
 
 @dataclass(frozen=True)
 class Act:
-    """h as a term over GATE and UP. `name` is the operators' activation that computes the same, if there is
-    one."""
+    """The result of an activation, as a term over GATE and UP. `name` is the operators' activation that
+    computes the same, if there is one."""
 
     name: str
     term: Term
