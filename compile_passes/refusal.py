@@ -29,9 +29,10 @@ _OPERATORS = f"none of: {', '.join(ACTIVATIONS)}"
 class Kind(Enum):
     """Kinds of refusals, each with its sentence and the change to the model that would help.
 
-    Gaps in the sentence are the facts in order. `{}` is a fact in the user's words, `{:input}` a node's name
-    as an input, `{:at}` and `{:line}` its line, `{:shape}` its shape. The change is a text of advice.py, or a
-    function of the first fact in words. It is None if one of the facts has it.
+    The fields of a sentence are filled with the facts, in order. `{}` is a fact in the user's words,
+    `{:input}` is a node's name as an input, `{:at}` and `{:line}` are its line, and `{:shape}` is its shape.
+    The change is a text of advice.py, or a function of the first fact's text. If it is None, one of the facts
+    has the change.
     """
 
     def __init__(self, sentence: str, change: Advice | Callable[[str], str] | None) -> None:
@@ -86,7 +87,7 @@ class Kind(Enum):
     # experts or not
     UNROUTED = "nothing routes rows to the matrices of {0:input} ({0:shape}): no experts", advice.NO_ROUTER
     SIDE_BY_SIDE = "nothing routes rows to {} products that are alike: no experts", advice.NO_ROUTER
-    ROUTER = "the product with {:input} is what a softmax or topk chooses by, as a router's is", advice.ROUTER
+    ROUTER = "a softmax or topk chooses by the product with {:input}, so it is a router", advice.ROUTER
 
     # rows sorted by expert, weights gathered by ids
     PRODUCT_BIAS = "_grouped_mm with a bias", advice.ROW_BIAS
@@ -102,8 +103,8 @@ class Kind(Enum):
     BINCOUNT_BINS = "bincount has {} bins for {} experts", advice.OFFSETS
     NO_HISTOGRAM = "the offsets add up {}, which is no histogram of expert ids", advice.OFFSETS
     ROWS_ORDER = "the rows ({}) are in another order than the ids that the offsets count", advice.TOKEN_ROWS
-    REPEATED = "the rows ({}) follow each other in another order than choices do", advice.REPEATED
-    NOT_RESTORED = "rows are put back by other than the inverse permutation", advice.RESTORE
+    REPEATED = "the rows ({}) are not in the order of the choices", advice.REPEATED
+    NOT_RESTORED = "rows are not put back by the inverse permutation", advice.RESTORE
     UNSORTED_WEIGHTS = (
         "the routing weights are not in the order of the sorted rows: {}",
         advice.SORTED_WEIGHTS,
@@ -148,7 +149,7 @@ class Kind(Enum):
     )
     OTHER_MASK = "an expert's rows are selected by {}, not by expert ids", advice.KINDS
     PUT_OVER = (
-        "experts' rows are put over {}, which is not zeros, and not by ids that name one expert a row",
+        "experts' rows overwrite {}, which is not zeros, and their ids may name several experts for a row",
         advice.PUT_ROWS,
     )
     FIRST_ROWS = (
@@ -189,19 +190,19 @@ class Kind(Enum):
     NOT_OWN_BIAS = "{} is no expert's bias", advice.ROW_BIAS
     ROW_A_TOKEN = "x is not one row for each token", advice.ROW_A_TOKEN
     OTHER_SLICE = (
-        "the output of expert {0} is number {0} of those that are joined, and of slice {1} of a buffer",
+        "the output of expert {0} is joined at position {0}, but it is computed from slice {1} of a buffer",
         advice.SLICES,
     )
     NOT_CONSECUTIVE = "experts {:list} are not consecutive", advice.CONSECUTIVE
     ADDED_AGAIN = "expert {} is added {} times", advice.ONCE_EACH
     SOME_CHOICES = "expert {} serves choices {:list} of {}", advice.ALL_CHOICES
     CHOICES_WEIGHTS = "choices differ in weights", advice.SAME_WEIGHTS
-    NOT_AN_ID_A_ROW = "the ids are not one for each row", advice.IDS_SHAPE
-    NOT_IDS_A_TOKEN = "the ids are not some for each token", advice.IDS_SHAPE
+    NOT_AN_ID_A_ROW = "there is not one id for each row", advice.IDS_SHAPE
+    NOT_IDS_A_TOKEN = "there is not one row of ids for each token", advice.IDS_SHAPE
     CHOICES_DIMENSIONS = "a token's choices are not one dimension of the ids", advice.IDS_SHAPE
     SYMBOLIC_K = "k is symbolic", advice.STATIC_K
-    OTHER_KEPT = "the rows that keep what they had are not those without an expert", advice.PUT_ROWS
-    KEPT_APART = "rows without an expert keep {}, which cannot be computed apart", advice.PUT_ROWS
+    OTHER_KEPT = "the rows that keep their old values are not the rows without an expert", advice.PUT_ROWS
+    KEPT_APART = "rows without an expert keep {}, which cannot be computed separately", advice.PUT_ROWS
     BECOMES = "an expert's output becomes {}", advice.OUTPUT_SCALE
     SCALED_BY = "an expert's output is scaled by {}", advice.OUTPUT_SCALE
 
@@ -228,7 +229,7 @@ class Kind(Enum):
     GAIN = "a vector of the expert's own scales what enters its down product", advice.FOLD_GAIN
     SOME_BIASES = "only some have biases", advice.ALL_BIASES
     SIZE = "no tensor has the size {}", advice.FLATTEN
-    NOT_APART = "{} cannot be computed apart", advice.ROUTING_FIRST
+    NOT_APART = "{} cannot be computed separately", advice.ROUTING_FIRST
     INDEXED_ODDLY = "{} is indexed oddly", advice.ROUTING_FIRST
     OWN_AXES = "{} has axes of its own", advice.ROUTING_FIRST
     WEIGHT_INDEX = "a weight is indexed by {}", advice.OWN_MATRIX
@@ -251,7 +252,7 @@ class Kind(Enum):
         advice.PYTHON_NUMBER,
     )
     PART_AT_DATA = (
-        "a part of a tensor, by a tensor without dimensions, is written to or returned{:line}",
+        "a part of a tensor that a tensor without dimensions selects is written to or returned{:line}",
         advice.INDEX_OF_ONE,
     )
     VIEW_AT_DATA = (
@@ -269,7 +270,7 @@ class Kind(Enum):
     MAY_BE_EMPTY = "`{}` may be empty", advice.COUNT_TOKENS
     FAILS_FOR_ALL = "over all experts it fails: {}", advice.ALL_RUN
     FAILS_WITHOUT_ROWS = "without rows it fails: {}", advice.ALL_RUN
-    BRANCH_INSIDE = "a branch in it ends after it", advice.ALL_RUN
+    BRANCH_INSIDE = "a branch inside of it ends after it", advice.ALL_RUN
     LEAVES = "it leaves the function, or the graph breaks, before both ways meet", advice.ALL_RUN
     TWO_GRAPHS = "it is in two graphs", advice.ALL_RUN
     SETTING_CHANGES = (
@@ -277,9 +278,9 @@ class Kind(Enum):
         advice.ALL_RUN,
     )
     DOES_MORE = "{} may do more than compute", advice.ALL_RUN
-    READ_LATER = "{}, which is read later, changes where there are rows", advice.elsewhere
-    CHANGES = "{} changes where there are rows", advice.elsewhere
-    MASK_CHANGES = "the mask changes, whose rows are of the rounds to come", advice.elsewhere("the mask")
+    READ_LATER = "{}, which is read later, changes if there are rows", advice.elsewhere
+    CHANGES = "{} changes if there are rows", advice.elsewhere
+    MASK_CHANGES = "the mask changes, which later rounds read", advice.elsewhere("the mask")
     GRADIENTS = "gradients are asked for, and experts without rows have none", advice.NO_GRADIENTS
     SEVERAL_INDICES = "a mask is one of several indices", advice.SIZES
     SIZE_OF_DATA = "{} has a size that only the data knows", advice.SIZES
@@ -319,18 +320,19 @@ class Refusal:
 
     @property
     def site(self) -> fx.Node:
-        """`node`, where there is one."""
+        """Return `node`, which must not be None."""
         assert self.node is not None
         return self.node
 
     @property
     def reason(self) -> str:
-        """The sentence, in the user's words."""
+        """Return the sentence, in the user's words."""
         return _Sentence().vformat(self.kind.sentence, self.facts, {})
 
     @property
     def change(self) -> str:
-        """The smallest change to the model that would help, or "none: " and why no change would."""
+        """Return the smallest change to the model that would help, or "none: " and the reason why no change
+        helps."""
         change = self.kind.change
         if change is None:
             return next(f.change for f in self.facts if isinstance(f, (Refusal, Step)))
@@ -349,7 +351,7 @@ class Refused(Exception):
 
 
 def need(condition: Any, kind: Kind, node: fx.Node | None, *facts: Any) -> None:
-    """Check one step of a proof. A symbolic condition must hold for all sizes. Nothing is ever guarded on."""
+    """Check one step of a proof. A symbolic condition must hold for all sizes; no guard is added."""
     if not statically_known_true(condition):
         raise Refused(Refusal(kind, node, facts))
 

@@ -36,7 +36,8 @@ class Gain:
 
 @dataclass(frozen=True)
 class Load:
-    """Reads of a place's weights: each of `tokens` rows (None: unknown) uses `k` of `experts` matrices."""
+    """How a place reads its weights: each of `tokens` rows uses `k` of `experts` matrices. `tokens` is None
+    if unknown."""
 
     experts: int
     k: int
@@ -69,11 +70,11 @@ class Site:
     """
 
     op: str | None
-    """The operator it became, such as "fp4::moe"."""
+    """The operator that replaced it, such as "fp4::moe"."""
     reason: str
-    """Why it was left alone, or why it became this and no more."""
+    """Why it was left alone, or why no better operator was possible."""
     where: str
-    """The line of the model that it comes from."""
+    """The line of the model that computes it."""
     module: str = ""
     """The path of the module that runs that line, such as model.layers.0.mlp."""
     weights: tuple[str, ...] = ()
@@ -90,9 +91,9 @@ class Site:
     bytes_before: int = 0
     bytes_after: int = 0
     gain: Gain | None = None
-    """Estimate for the step that was traced. None if the model held the weights in 4 bits already."""
+    """The estimate for the traced step. None if the model already held the weights in 4 bits."""
     change: str = ""
-    """The smallest change to the model that would help, or "none: " and why no change would."""
+    """The smallest change to the model that would help, or "none: " and the reason why no change helps."""
 
     @property
     def rewritten(self) -> bool:
@@ -124,14 +125,14 @@ class Site:
 
 
 def left_alone(refusal: Refusal) -> Site:
-    """Write down a refused place. From here on it is text."""
+    """Describe a refused place as text."""
     where, module = location(refusal.site), module_path(refusal.site)
     return Site(None, refusal.reason, where, module, change=refusal.change)
 
 
 def each_told_once(refusals: Iterable[Refusal]) -> list[Refusal]:
-    """Return one refusal of each group that a reader cannot distinguish, such as the same line's for each
-    expert."""
+    """Return one refusal of each group that looks the same to a reader, such as the refusals of one line for
+    each expert."""
     return list({left_alone(r): r for r in refusals}.values())
 
 
@@ -159,12 +160,13 @@ class Frame:
     change: str = ""
     """The change to the model that would help in that case."""
     also: list[str] = field(default_factory=list)
-    """Other rewrites of this graph, such as routers and attention, in words."""
+    """Texts about other rewrites of this graph, such as routers and attention."""
     not_compiled: str = ""
-    """The error, if Inductor could not compile the rewritten graph in this process: it runs as captured."""
+    """Inductor's error if it could not compile the rewritten graph in this process. The graph then runs as
+    captured."""
     unrouted: list[Site] = field(default_factory=list)
-    """Products that could be experts', but nothing shows it: no router, no name. They stay as they are,
-    like the linear layers, without a warning."""
+    """Products that could belong to experts, although neither a router nor a name shows it. They stay as they
+    are without a warning, like linear layers."""
     passes: list[PassRun] = field(default_factory=list)
     """Each pass that ran, in order, with its time."""
 
@@ -197,17 +199,18 @@ class Report:
 
     frames: list[Frame] = field(default_factory=list)
     graph_breaks: list[str] = field(default_factory=list)
-    """Reasons why Dynamo ended a graph. Code between two graphs runs as it always did."""
+    """Reasons why Dynamo ended a graph. Code between two graphs runs in Python."""
     skipped: int = 0
     """Number of frames that Dynamo did not capture."""
     not_captured: list[str] = field(default_factory=list)
-    """The latest 64 of them: function, file, line, and the line and reason that stopped Dynamo."""
+    """The latest 64 of these frames: function, file and line, and the line and reason that stopped Dynamo."""
     seen_through: list[str] = field(default_factory=list)
-    """Branches on a number of rows that are in no graph, because all they skip does nothing without rows."""
+    """Branches on a number of rows that were left out of the graphs, because the code that they skip does
+    nothing without rows."""
     hints: list[str] = field(default_factory=list)
     """The smallest changes that would let more be rewritten."""
     memory: str = ""
-    """Plan of where the weights lie, if the model was given a budget (gpu_memory)."""
+    """A plan that says where the weights are stored, if the model was given a budget (gpu_memory)."""
 
     @property
     def sites(self) -> list[Site]:
@@ -246,7 +249,7 @@ class Report:
         return "\n".join([*out, total])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
+        """Return everything as plain data, for JSON."""
         totals = {"bytes_before": self.bytes_before, "bytes_after": self.bytes_after}
         return {**asdict(self), **totals}
 

@@ -184,7 +184,7 @@ def _divided(term: Term) -> tuple[Term, float] | None:
 
 
 def same_function(name: str) -> list[str]:
-    """Return the activations that are equal to this one, or differ only in the places of gate and up."""
+    """Return the activations that are equal to this one, or that differ only in the order of gate and up."""
     if not name:
         return []
     own = known_activation(name)
@@ -281,16 +281,18 @@ class Branch:
     masked: Ref | None
     """The ids from which a mask over tokens is computed. Set only if `ids` is None."""
     place: Axis | None
-    """Set instead of ids: the axis of the output, and of x, that counts the experts."""
+    """For an expert that reads its slice of a buffer, instead of `ids`: the axis of the output, and of x,
+    that counts the experts."""
     sums_choices: bool
     k: Size | None
-    """The number of a token's ids that the branch sums over. It can be less than all, if ids are read through
-    a slice. None if it sums over no ids."""
+    """The number of a token's ids that the branch sums over. It can be smaller than k, if ids are read
+    through a slice. None if the branch sums over no ids."""
     chosen: tuple[Term, ...]
-    """Further conditions over tokens, J and E that a row must meet, such as a capacity that is not used up.
+    """Further conditions that a row must meet, such as a capacity that is not used up. They are terms over
+    tokens, J and E.
     """
     factors: tuple[Term, ...]
-    """Factors of the output, over tokens, J and E."""
+    """Factors of the output, as terms over tokens, J and E."""
     after: Term
     """The function that is applied to a row of the expert's output before the factors, such as a norm. A term
     over OUT and the hidden axis."""
@@ -303,7 +305,7 @@ class Branch:
     down: Matrix
     down_bias: Matrix | None
     gain: Matrix | None = None
-    """A vector of the expert that scales the input of its down product."""
+    """A vector that belongs to the expert and scales the input of its down product."""
 
     @property
     def matrices(self) -> tuple[Matrix | None, ...]:
@@ -318,7 +320,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Even(Generic[T]):
-    """Values of experts 0 to `count` - 1 in even steps. The first two determine all others."""
+    """Values of experts 0 to `count` - 1, with equal steps between them. The first two determine all
+    others."""
 
     first: T
     second: T
@@ -369,9 +372,9 @@ Branches = list[Branch] | EvenBranches
 def branches_by_id(of: Callable[[int], Branch], count: int, conditions: bool) -> Branches:
     """Return the branches of all experts whose ids index the weights; of(e) reads one of them.
 
-    `conditions` says that rows are chosen by more than ids. Without conditions, experts differ only in which
-    of the weights' matrices they use. If the last expert's matrices follow from those of the first two, so do
-    all others, and they need not be read one by one.
+    conditions: whether rows are chosen by more than ids. Without conditions, experts differ only in their
+    matrices. If the matrices of the first two experts determine those of the last one, they determine all
+    others, too, and the others need not be read.
     """
     if not conditions and count >= 4:
         even = EvenBranches(of(0), of(1), count)
@@ -405,35 +408,35 @@ class Mixture:
     tokens: tuple[Axis, ...]
     hidden: Axis
     branches: Branches
-    """In the order of the experts: `first`, `first` + 1, ..."""
+    """One branch for each expert, in the order `first`, `first` + 1, ..."""
     first: int
     k: int | None
     """The number of choices of a token. None if every expert serves every token."""
     rest: list[Ref] = field(default_factory=list)
     kept: tuple[Term, ...] = ()
-    """The factors of a row that no expert's output overwrites."""
+    """Factors of the rows that no expert's output overwrites."""
     downs: int = 0
-    """The number of down products of the graph in this block."""
+    """The number of the graph's down products that belong to this block."""
     wraps: bool = False
-    """True if ids index a tensor of weights, so negative ones count from the end."""
+    """True if ids index a tensor of weights. Negative ids then count from the end."""
     form: str = ""
-    """The kind of the products, if all have the same kind and it has a name."""
+    """A name for the kind of the products. Empty if they are of several kinds, or the kind has no name."""
     at: fx.Node | None = None
     """The node whose line the report names, if it is not the root's."""
 
     @property
     def common(self) -> Branch:
-        """The first branch. The others differ from it only in their matrices."""
+        """Return the first branch. The others differ from it only in their matrices."""
         return self.branches.first if isinstance(self.branches, EvenBranches) else self.branches[0]
 
     @property
     def weights(self) -> set[fx.Node]:
-        """The parameters that hold the experts' matrices."""
+        """Return the parameters that hold the experts' matrices."""
         branches = [self.common] if isinstance(self.branches, EvenBranches) else self.branches
         return {p.ref.node for b in branches for p in (*b.up, b.down)}
 
     def parts(self, of: Callable[[Branch], tuple[Matrix | None, ...]]) -> Experts:
-        """Return these parts of each expert, in order, without parts that it does not have."""
+        """Return the parts that `of` gives for each expert, in order. Parts that are None are left out."""
 
         def own(b: Branch) -> Parts:
             return tuple(p for p in of(b) if p is not None)
@@ -455,7 +458,7 @@ def coordinate_after(first: Term, second: Term, e: int) -> Term | None:
     return None
 
 
-# --- what matrices and branches must be ---
+# --- conditions on matrices and branches ---
 
 
 def need_wide(matrices: Iterable[Matrix], site: fx.Node, facts: Facts) -> None:
@@ -490,5 +493,5 @@ def in_common(a: Branch, b: Branch) -> Iterator[tuple[Any, ...]]:
 
 
 def _looks_up_a_row(factor: Term) -> bool:
-    """Return whether a factor is like scores[ids, j]: an id is used where the token should be."""
+    """Return whether a factor is like scores[ids, j], where an id stands in the place of the token."""
     return isinstance(factor, Ref) and len(factor.index) > 1 and isinstance(factor.index[0], Ref)

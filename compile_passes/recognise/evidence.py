@@ -48,7 +48,7 @@ from .pieces import E
 from .products import Batched
 
 NAME = re.compile(r"expert", re.IGNORECASE)
-"""Paths of weights that a model calls experts'."""
+"""Finds "expert" in the path of a weight."""
 
 _CHOICES = (
     aten.topk, aten.argmax, aten.argmin, aten.sort, aten.argsort, aten.histc, aten.bincount, aten.nonzero,
@@ -67,12 +67,14 @@ _READS = (aten.index, aten.index_select, aten.gather, aten.embedding)
 _FAR = 96
 """A product's combination must come within this many nodes after it."""
 _VERY_FAR = 1024
-"""The number of nodes around products that are searched before the products count as no experts."""
+"""After a search of this many nodes around products without a result, the products do not count as
+experts."""
 
 
 @dataclass(frozen=True)
 class _Carrier:
-    """A tensor with a dimension that distinguishes the experts, also in later terms that contain it."""
+    """A tensor with a dimension over the experts. Later terms that contain the tensor have this dimension,
+    too."""
 
     node: fx.Node
     dim: int
@@ -87,19 +89,20 @@ class _Carrier:
 
 
 class Evidence:
-    """Answers for one graph which products are experts' and which are routers'."""
+    """Decides which products of one graph are experts and which are routers."""
 
     def __init__(self, graph: fx.Graph, reader: Reader, facts: Facts) -> None:
         self._reader, self._facts = reader, facts
         self._data: set[fx.Node] = set()
         """Nodes whose values depend on the model's inputs."""
         self._hard: set[fx.Node] = set()
-        """Choices, and what is computed from them without a product with weights or a softmax."""
+        """Choices, and nodes that are computed from them without a product with weights or a softmax."""
         self._soft: set[fx.Node] = set()
-        """The same, and also scores that went through a softmax or a sigmoid, and what is computed from them.
+        """The nodes of `_hard`, scores after a softmax or a sigmoid, and nodes that are computed from these
+        scores.
         """
         self._leads: set[fx.Node] = set()
-        """Choices by a softmax or a topk, and nodes that lead to one."""
+        """Choices by a softmax or a topk, and the nodes that these are computed from."""
         for node in graph.nodes:
             self._classify(node)
         for node in reversed(graph.nodes):
@@ -123,7 +126,7 @@ class Evidence:
         if hard or is_op(node, *_SOFT) or not self._soft.isdisjoint(inputs):
             self._soft.add(node)
 
-    # --- what counts ---
+    # --- choices and scores ---
 
     def chosen(self, ids: fx.Node) -> bool:
         """Return whether ids or offsets depend on the model's inputs. If so, they are a choice."""
@@ -137,15 +140,15 @@ class Evidence:
 
     @property
     def has_router(self) -> bool:
-        """Whether anything in the graph chooses, or could be a router's scores."""
+        """Return whether anything in the graph makes a choice, or could be a router's scores."""
         return bool(self._soft)
 
     def chooses(self, node: fx.Node) -> bool:
-        """Return whether a node is a choice, or is made of one."""
+        """Return whether a node is a choice, or is computed from a choice."""
         return node in self._hard
 
     def weighs(self, node: fx.Node) -> bool:
-        """Return whether a node holds a router's scores, or what is made of them."""
+        """Return whether a node holds a router's scores, or is computed from them."""
         return node in self._soft
 
     def named(self, weight: fx.Node) -> bool:
@@ -173,7 +176,8 @@ class Evidence:
         return any(n in self._hard or is_op(n, aten._softmax) for n in before)
 
     def tells_apart(self, m: Mixture) -> bool:
-        """Return whether ids say whose output counts, or a router's scores what each expert's counts for."""
+        """Return whether ids select the experts whose outputs are used, or a router's scores weight the
+        outputs."""
         b = m.common
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
@@ -181,8 +185,8 @@ class Evidence:
         return any(n in self._soft for f in b.factors if E in free_axes(f) for n in _nodes(f))
 
     def of_mixture(self, m: Mixture) -> bool:
-        """Return whether a router decides which rows the experts of a block get, or with which weights their
-        outputs count."""
+        """Return whether a router decides which rows the experts of a block get, or how their outputs are
+        weighted."""
         b = m.common
         if any(self.named(w) for w in m.weights):
             return True
@@ -203,7 +207,7 @@ class Evidence:
         return self._is_combined(m.root, _carrier_of_places(m), after)
 
     def routed(self, products: Sequence[Batched]) -> set[fx.Node]:
-        """Return those of all batched products of a graph that are experts'."""
+        """Return the batched products of a graph that belong to experts."""
         nodes = {p.node for p in products}
         found = {p.node for p in products if self._is_routed(p)}
         feeds = {p.node: _made_of(p.a, nodes) for p in products}
@@ -244,8 +248,8 @@ class Evidence:
         return self._chooses_rows(rows.term, set(rows.dims[0]), set(rows.dims[k]), frozenset())
 
     def _chooses_rows(self, t: Term, e: set[Axis], k: set[Axis], summed: frozenset[Axis]) -> bool:
-        """Return whether t, an element of a row over the expert's axes e and columns k, was chosen for expert
-        e.
+        """Return whether a choice selected the row of which t is an element, for expert e. Here e are the
+        axes over experts and k those over columns.
 
         summed: the axes of the sums around t.
         """
@@ -283,7 +287,7 @@ class Evidence:
         return bool(axes & e) and not axes & k
 
     def _is_put(self, buffer: fx.Node) -> bool:
-        """Return whether whole rows were written to a buffer at chosen places."""
+        """Return whether whole rows were written to a buffer at chosen positions."""
         buffer = through(buffer, *_KEEP_ORDER, aten.slice)
         return is_op(buffer, *_PUTS) and any(n in self._hard for n in _indices(buffer))
 
@@ -365,7 +369,7 @@ def _decides(node: fx.Node) -> bool:
 
 
 def _indices(node: fx.Node) -> list[fx.Node]:
-    """Return the tensors of indices with which an operator reads or writes."""
+    """Return the index tensors with which an operator reads or writes."""
     if is_op(node, aten.index, aten.index_put):
         return [n for n in several(node, 1) if isinstance(n, fx.Node)]
     if is_op(node, aten.embedding, aten.masked_scatter):
@@ -403,7 +407,8 @@ def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
 
 
 def _carrier_of_places(m: Mixture) -> _Carrier:
-    """Return the carrier for a block of slices: the output's axis that counts the experts."""
+    """Return the carrier for a block that reads slices of a buffer: the axis of the output that counts the
+    experts."""
     tokens = list(m.tokens)
     for dim, size in enumerate(shape(m.root)[:-1]):
         own: list[Axis] = []

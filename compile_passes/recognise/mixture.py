@@ -113,14 +113,13 @@ class Matcher(Pieces):
         super().__init__(reader)
         self.branches = 0
         self.most: Branches = []
-        """The longest list of branches that `match` has found since it was last emptied."""
+        """The longest list of branches that `match` has found since the caller last emptied it."""
 
     def match(self, root: fx.Node, allow_rest: bool, has_experts: Callable[[fx.Node], bool]) -> Mixture:
-        """Return the mixture that `root` computes, or a Refusal. Its `branches` is the number of experts
-        found.
+        """Return the mixture that `root` computes. Raise Refused if it computes none.
 
         allow_rest: whether something may be added to the mixture. Nodes for which `has_experts` is true may
-        not.
+        never be added.
         """
         self.branches = 0
         v = self.reader.value(root, 2)
@@ -166,8 +165,8 @@ class Matcher(Pieces):
     def _branches(
         self, axes: tuple[Axis, ...], factors: tuple[Term, ...], core: Term, m: Mixture
     ) -> Iterator[Branches]:
-        """Read one addend. It belongs to one expert, or to all experts at once: over an axis, or by ids that
-        index weights."""
+        """Read one addend. It belongs to one expert, or to all experts at once. In the second case an axis
+        ranges over the experts, or ids index the weights."""
         down = self.inside(core)
         lin = self.linear(down) if down is not None else None
         assert down is not None and lin is not None
@@ -220,7 +219,7 @@ class Matcher(Pieces):
         scales = tuple(demote(s, masks=place is not None) for s in inner.scales)
         scales = tuple(s for s in scales if not (s in rows.weights and _is_mask(s)))
         expert = rows.expert
-        if expert is None:  # conditions on scores, `scores[:, e] > 0.5`, also have a column
+        if expert is None:  # a condition such as `scores[:, e] > 0.5` names a column, too
             of = (r for f in rows.chosen for r in walk(f) if isinstance(r, Ref))
             expert = expert_column((*rows.weights, *scales, *of), m.tokens)
         for f in rows.chosen:
@@ -231,7 +230,7 @@ class Matcher(Pieces):
             refuse(Kind.WHOSE_OUTPUT, m.root)
         choice = fixed_choice(ids)
         other = next(filter(None, (looked_up(t, ids) for t in (after, *rows.weights))), None)
-        if other is not None:  # a node before this one may be a block: there, nothing else scales the output
+        if other is not None:  # an earlier node, without this other scale, may be a block
             refuse(Kind.SCALED_BY_OTHER, m.root, other)
         need(len(axes) <= 1, Kind.SEVERAL_AXES, m.root)
         names: dict[Term, Term] = {a: J for a in axes}
@@ -241,7 +240,7 @@ class Matcher(Pieces):
             x, k = along(x, expert, place), 1
         elif ids is not None:
             need(not axes or axes[0] in _coordinates(ids), Kind.OTHER_AXIS, m.root)
-            masked = None  # a token that has this choice has some choice, so `masked` says nothing more
+            masked = None  # the mask over choices implies the mask over tokens
             ids = substitute(ids, names) if choice is None else Ref(ids.node, (*ids.index[:-1], J))
         else:
             need(not axes, Kind.NO_MASK, m.root)
@@ -260,7 +259,8 @@ class Matcher(Pieces):
         )  # fmt: skip
 
     def _selection(self, factors: tuple[Term, ...], e: int | None, m: Mixture) -> _Selection:
-        """Read which rows an expert's output has, and their weights. `e`: the expert, if it is known."""
+        """Read which rows an expert computes, and the weights of these rows. `e`: the expert, if it is
+        known."""
         rows = _Selection(e)
         for f in factors:
             inside = f.body if isinstance(f, AnyOf) else f
@@ -413,7 +413,7 @@ class Matcher(Pieces):
         if not b.sums_choices and b.masked is None:  # each row of the output is one choice
             need(free_axes(ids) <= at, Kind.NOT_AN_ID_A_ROW, m.root)
             return 1
-        # Ids need not differ from token to token: those of a sequence or a task hold for all of its tokens.
+        # Ids may be the same for many tokens, such as the ids of a sequence or of a task.
         need(J in free_axes(ids) and free_axes(ids) <= at | {J}, Kind.NOT_IDS_A_TOKEN, m.root)
         at_j = _coordinates(ids).count(J)
         need(at_j == 1, Kind.CHOICES_DIMENSIONS, m.root)
@@ -423,12 +423,12 @@ class Matcher(Pieces):
 
 
 def _coordinates(ref: Ref) -> list[Term]:
-    """Return the coordinates of an element. A dimension that a view has split gives several."""
+    """Return the coordinates of an element. A dimension that a view has split has several coordinates."""
     return [p for i in ref.index for p in parts_of(i)]
 
 
 def _of_one_choice(b: Branch) -> Branch:
-    """Return a branch that serves one column of the ids, with `ids` being that column."""
+    """Return a branch that uses one column of the ids, with `ids` replaced by that column."""
     if b.choice is None or b.ids is None:
         return b
     at = {J: Const(b.choice)}
@@ -448,7 +448,8 @@ def _is_mask(term: Term) -> bool:
 
 
 def _other_slice(b: Branch) -> int | None:
-    """Return the slice of a buffer that an expert reads, if its place is not that of the expert's output."""
+    """Return the slice of a buffer that an expert reads, if its position differs from that of the expert's
+    output."""
     if b.place is None or b.place in free_axes(b.x):
         return None
     return next((i for i in range(b.place.size) if along(b.x, i, b.place) is not b.x), None)

@@ -1,5 +1,6 @@
-"""Finds the pieces of a mixture of experts in a term: linear products, down products, whose input is computed
-from other products, and the factors of an expert's output: masks, routing weights, norms.
+"""Finds the pieces of a mixture of experts in a term. The pieces are linear products; down products, whose
+input is computed from other products; and the factors of an expert's output, such as masks, routing weights
+and norms.
 
 `in_general` renames one branch's expert and choice to E and J, so that the branches of a block are equal
 terms.
@@ -43,9 +44,9 @@ from ..refusal import Kind, need
 from .block import UP, Linear, bare
 
 N, K, E, J = Axis(0, "n"), Axis(0, "k"), Axis(0, "e"), Axis(0, "j")
-"""In matched terms: row and column of a weight, expert, and a token's choice."""
+"""Axes of matched terms: row and column of a weight, the expert, and the choice of a token."""
 OUT = Axis(0, "out")
-"""The expert's output, in terms for what is applied to it before it is weighted."""
+"""Stands for the expert's output in the function that is applied to it before it is weighted."""
 
 
 def indices(ref: Ref) -> Iterator[Term]:
@@ -71,7 +72,8 @@ def eq(ids: Ref | Axis, e: int) -> Term:
 
 
 def is_implied(condition: Term, ids: Term | None, e: int) -> bool:
-    """Return whether a condition on `ids` always holds if the id is e: [ids < 8] does for expert 3."""
+    """Return whether a condition on `ids` always holds if the id is e. An example is [ids < 8] for expert
+    3."""
     if not isinstance(condition, Apply) or condition.op not in _COMPARISONS or condition.args[0] is not ids:
         return False
     other = condition.args[1]
@@ -121,13 +123,13 @@ def split_after(
 
 
 def looked_up(term: Term, ids: Ref | None) -> Ref | None:
-    """Find a part of a tensor in a term, such as `scale[task]`, that one number selects instead of a row's
-    id."""
+    """Find a part of a tensor, such as `scale[task]`, that a single number selects and not the ids of the
+    rows."""
     for t in walk(term):
         if isinstance(t, Ref):
             *rest, last = t.index or (None,)
             if isinstance(last, Ref) and all(isinstance(i, Const) for i in rest):
-                continue  # one number
+                continue  # the index is one number
             by = [i for i in t.index if isinstance(i, Ref) and i is not ids and not free_axes(i)]
             if by and not any(r is ids for i in by for r in walk(i)):
                 return t
@@ -135,8 +137,8 @@ def looked_up(term: Term, ids: Ref | None) -> Ref | None:
 
 
 def open_sums(axes: tuple[Axis, ...], factors: tuple[Term, ...]) -> tuple[tuple[Axis, ...], tuple[Term, ...]]:
-    """Open a factor that sums over j of w[t, j] * [ids[t, j] == e]: its factors are then summed with the
-    rest."""
+    """Open a factor that is a sum over j of w[t, j] * [ids[t, j] == e]: add j to the outer axes, and return
+    the factors of the sum."""
     out: list[Term] = []
     masked = any(is_eq(p) for f in factors for p in flatten(f, Mul))
     for f in factors:
@@ -162,7 +164,7 @@ def parts(term: Term) -> list[Term]:
 
 
 def without_other_masks(factors: tuple[Term, ...]) -> tuple[Term, ...]:
-    """Return the factors of an expert's output with only those masks that say whose output it is.
+    """Return the factors of an expert's output. Only masks that select the expert remain masks.
 
     If a factor has a mask that compares other values than the ids of the other factors, such as the process
     that holds an expert, the factor becomes an ordinary number.
@@ -188,7 +190,7 @@ def demote(term: Term, masks: bool = False) -> Term:
     """Replace computed parts of a term by elements of the nodes that compute them. Routing need not be read
     further.
 
-    masks: also replace parts with masks in them, because the masks do not say whose output the part scales.
+    masks: also replace parts that contain masks, because these masks do not select the expert.
     """
 
     def at(t: Term) -> Term | None:
@@ -213,7 +215,7 @@ def product_ref(factors: tuple[Term, ...]) -> Ref | None:
 
 def expert_column(terms: tuple[Term, ...], tokens: tuple[Axis, ...]) -> int | None:
     """Return e of C[t, e], a matrix over all experts that weights their outputs. t may have fewer axes than a
-    token has: weights of a sequence hold for all of its tokens."""
+    token has, because weights of a sequence are the same for all of its tokens."""
     refs = [t for t in terms if isinstance(t, Ref)]
     whole = [t for t in refs if set(tokens) <= free_axes(t)]
     for chosen in (whole, [t for t in refs if set(tokens) & free_axes(t)], refs):
@@ -254,7 +256,8 @@ def along(term: Term, e: int, place: Axis) -> Term:
 
 
 def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
-    """Return a coordinate inside slice e with `place` in place of e. None if it is not inside a slice."""
+    """Return a coordinate inside slice e, with e replaced by `place`. None if the coordinate is not inside a
+    slice."""
     if isinstance(i, Const) and i.value == e and same(size, place.size) and not same(size, 1):
         return place
     base, start, step = affine(i)
@@ -297,7 +300,7 @@ def in_general(term: Term, e: int, choice: int | None) -> Term:
 
 
 class Apart(NamedTuple):
-    """A sum over experts: their axes, the factors of their outputs, and the down product."""
+    """A sum over experts: the axes over experts, the factors of the outputs, and the down product."""
 
     experts: tuple[Axis, ...]
     factors: tuple[Term, ...]
@@ -305,7 +308,7 @@ class Apart(NamedTuple):
 
 
 class Pieces:
-    """Answers questions about terms, each once for a term."""
+    """Finds pieces in terms, and remembers the answer for each term."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
@@ -333,10 +336,10 @@ class Pieces:
         factors = flatten(term.body, Mul)
         weights = [f for f in factors if isinstance(f, Ref) and self.reader.is_weight(f.node)]
         weights = [w for w in weights if inner in free_axes(w) and _is_matrix(w)]
-        if len(weights) > 1:  # others are vectors, or rows of a parameter: `embedding(tokens)`
+        if len(weights) > 1:  # the others are vectors, or rows such as `embedding(tokens)`
             weights = [w for w in weights if _outputs(w, inner)]
             own = [_outputs(w, inner) for w in weights]
-            # A mask of the weight has the weight's outputs.
+            # A mask of the weight has the weight's output axes.
             if all(own[-1].isdisjoint(axes) for axes in own[:-1]):
                 weights = weights[-1:]  # the rows of x come first
         if len(weights) != 1:
@@ -382,14 +385,14 @@ class Pieces:
             own = tuple(f for f in factors if inner in free_axes(f))
             core = Sum((inner,), reduce(Mul, own))
             lin = self.linear(core) if self.is_down(core) else None
-            # The dimension of experts must come before the inner one; otherwise the two could be exchanged.
+            # The dimension over experts must come before the inner one; otherwise the two could be confused.
             if lin is not None and all(_is_before(a, inner, lin.weight) for a in term.axes if a is not inner):
                 rest = tuple(self._routing(f) for f in factors if f not in own)
                 return Apart(tuple(a for a in term.axes if a is not inner), rest, core)
         return None
 
     def _routing(self, factor: Term) -> Term:
-        """Return a factor of the hidden values in the form in which factors of the outputs are read."""
+        """Convert a factor of the hidden values to the form that a factor of the output has."""
         if isinstance(factor, Ref):
             read = self.reader.value(factor.node, 2)
             if len(read.dims) == len(factor.index) and all(len(dim) <= 1 for dim in read.dims):
@@ -470,7 +473,7 @@ class Pieces:
         """Yield the addends of a term as (summed axes, factors, the down product or a function of it, or
         None)."""
         todo: list[tuple[tuple[Axis, ...], tuple[Term, ...], Term]] = [((), (), term)]
-        while todo:  # the axes and factors around a term
+        while todo:  # a term, with the axes and factors around it
             axes, factors, t = todo.pop()
             if not self.has_down(t):
                 yield axes, (t, *factors), None
@@ -483,7 +486,7 @@ class Pieces:
             elif isinstance(t, Choose):
                 at = t.index
                 if isinstance(at, (Ref, Axis)):
-                    # Options are chosen by a row's id or its place. Option e is an expert's output for the
+                    # A row's id or its position chooses an option. Option e is an expert's output for the
                     # rows whose id is e.
                     todo += [(axes, (eq(at, e), *factors), o) for e, o in enumerate(t.options)][::-1]
                 else:
@@ -498,17 +501,19 @@ class Pieces:
 
 
 def _is_matrix(weight: Ref) -> bool:
-    """True for a matrix: a parameter of several dimensions, or a vector that a view gave two."""
+    """Return whether a weight is a matrix: a parameter of several dimensions, or a vector that a view made
+    two-dimensional."""
     return value(weight.node).dim() >= 2 or len(free_axes(weight)) > 1
 
 
 def _outputs(weight: Ref, inner: Axis) -> set[Term]:
-    """Return the axes of a product's output that a factor has. `rows[tokens]` has none but `inner`."""
+    """Return the axes of a weight other than `inner`, which are axes of the product's output. `rows[tokens]`
+    has none."""
     return {i for i in indices(weight) if isinstance(i, Axis) and i is not inner}
 
 
 def _is_before(axis: Axis, other: Axis, weight: Ref) -> bool:
-    """Return whether a weight has this dimension, and has it before the other."""
+    """Return whether a weight is indexed by `axis` in a dimension before that of `other`."""
     return axis in weight.index and weight.index.index(axis) < weight.index.index(other)
 
 

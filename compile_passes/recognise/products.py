@@ -2,7 +2,8 @@
 
 `sorted_product`: rows sorted by expert, `_grouped_mm` with cumulative offsets.
 `indexed_product`: weights gathered for each row, `bmm`.
-`read_batched`: as many rows for each expert, `bmm`, or one product of the same rows by all matrices.
+`read_batched`: the same number of rows for each expert, `bmm`, or one product of the same rows by all
+matrices.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Product:
     a: fx.Node
     experts: Experts
     offs: fx.Node | None = None
-    """Sorted form: the offsets, as the product has them."""
+    """Sorted form: the offsets argument of the product."""
     ids: fx.Node | None = None
     """Indexed form: the expert of each row."""
     unit_dim: int | None = None
@@ -54,7 +55,7 @@ class Product:
 
     @property
     def matrix(self) -> Matrix:
-        """The first expert's."""
+        """Return the matrix of the first expert."""
         return next(iter(self.experts))[0]
 
     @property
@@ -128,11 +129,11 @@ def indexed_product(bmm: fx.Node, facts: Facts) -> Product:
     refuse(Kind.NOT_GATHERED, bmm)
 
 
-# --- all of them ---
+# --- sorted and gathered rows ---
 
 
 def find_products(graph: fx.Graph, facts: Facts) -> Iterator[Product | Refusal]:
-    """Yield every product with an expert weight, or the reason why it is not one."""
+    """Yield each product with an expert weight, or the reason why a similar product does not qualify."""
     for node in graph.nodes:
         try:
             if is_grouped_mm(node):
@@ -154,23 +155,24 @@ def _touches_weight(bmm: fx.Node, facts: Facts) -> bool:
     return False
 
 
-# --- as many rows for each expert ---
+# --- the same number of rows for each expert ---
 
 ATTENTION = re.compile(r"attn|attention")
-"""Names of parameters that multiply batches in attention: MLA's absorbed projections, grouped output ones."""
+"""Finds parameters of batched products in attention, such as MLA's absorbed projections and grouped output
+projections."""
 
 
 @dataclass(frozen=True)
 class Batched:
-    """node = a[e] W[e] for all experts, of which `experts` are the matrices."""
+    """node = a[e] W[e] for all experts. `experts` are their matrices."""
 
     node: fx.Node
     a: fx.Node
     experts: list[tuple[Matrix, ...]]
     left: bool
-    """The weight is the left operand: a is [E, K, T], and the result [E, N, T]."""
+    """True if the weight is the left operand. Then a is [E, K, T], and the result is [E, N, T]."""
     shared: bool
-    """All experts have the same rows: a is [.., T, K], and the result [.., T, E N]."""
+    """True if all experts have the same rows. Then a is [.., T, K], and the result is [.., T, E N]."""
 
     @property
     def weight(self) -> fx.Node:
@@ -199,7 +201,7 @@ def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node]) -> Batche
 
 
 def _apart(v: Value) -> Value:
-    """A weight [K, E N] as [E, K, N]."""
+    """Read a weight [K, E N] as [E, K, N]."""
     *lead, inner, last = v.dims
     if any(lead) or len(last) != 2:
         return v
@@ -207,14 +209,14 @@ def _apart(v: Value) -> Value:
 
 
 def _is_written(node: fx.Node, written: set[fx.Node]) -> bool:
-    """Return whether a tensor is a view of a rewritten block's output. That is no weight."""
+    """Return whether a tensor is a view of a rewritten block's output, which is not a weight."""
     while node not in written and node.args and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node in written
 
 
 def _experts(v: Value, left: bool, reader: Reader) -> list[tuple[Matrix, ...]] | None:
-    """The matrices of a weight [E, K, N], or [E, N, K] as the left operand."""
+    """Return the matrices of a weight [E, K, N], or of a left operand [E, N, K]."""
     if not isinstance(v.term, Ref) or not reader.is_weight(v.term.node):
         return None
     if any(isinstance(i, Ref) for i in indices(v.term)):

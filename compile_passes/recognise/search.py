@@ -1,4 +1,4 @@
-"""Finds mixtures of experts in a graph, and the node that is the whole of each."""
+"""Finds mixtures of experts in a graph, and for each of them the node that computes the whole mixture."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _MANY = 4
 
 
 class _Weight(NamedTuple):
-    """The matrix of a product, whatever part of it is used: a parameter, and the numbers that index it."""
+    """Identifies the matrix of a product by a parameter and the numbers that index it, even if only a part of
+    it is used."""
 
     parameter: fx.Node
     places: tuple[int | None, ...]
@@ -62,11 +63,11 @@ class _Down:
 
 
 class _Attempt(NamedTuple):
-    """The reason why a node is not the whole of a block. The greatest attempt explains most."""
+    """The reason why a node does not compute a whole block. The greatest attempt has the best explanation."""
 
     says_something: bool
     experts: int
-    """The number of experts found, if the node contains no outputs of others."""
+    """The number of experts found."""
     others: int
     """Minus the number of outputs in the node that do not belong to the block."""
     refusal: Refusal
@@ -149,7 +150,7 @@ class Search:
     def _opaque(self, found: Mixture | Refusal | None, in_turn: bool = False) -> Mixture | Refusal | None:
         """Make a block that was found opaque: later blocks must not read into it.
 
-        in_turn: later blocks add to its output, so what was read after it is read again.
+        in_turn: later blocks add to its output, so nodes after it are read again.
         """
         if isinstance(found, Mixture):
             self.reader.cut(found.root)
@@ -161,7 +162,7 @@ class Search:
         """Return blocks that are added to one tensor, in order: down products with the same routing and
         weights.
 
-        The list is empty if all are one block, or if an expert is alone.
+        The list is empty if all of them are one block, or if a block would have only one expert.
         """
         at: dict[_Weight, int] = {}
         for d, n in enumerate(self._downs):
@@ -202,7 +203,8 @@ class Search:
         return [m for m in parts if m != bits and not any(m != o and m & o == m for o in parts)]
 
     def _unread(self) -> Refusal | None:
-        """Return a refusal for products of many choices of rows if none of them is a down product."""
+        """Return a refusal if many products have rows of their own, chosen by masks, but none of them is a
+        down product."""
         rows = [n for n in self.graph.nodes if is_op(n, *PRODUCTS) and has_chosen_rows(n)]
         choices = len({frozenset(free_unbacked_symbols(value(n))) for n in rows})
         if self._downs or choices < _MANY:
@@ -247,7 +249,7 @@ class Search:
         """Return, for each down product, the properties that the down products of a block share."""
         made_of: dict[fx.Node, _Down] = {}
         for node in self.graph.find_nodes(op="call_function", target=aten.add.Tensor):
-            self.reader.value(node, 2)  # this notes which products continue others
+            self.reader.value(node, 2)  # reading the value also notes which products continue others
         for node in self.graph.nodes:
             if node not in self.reader.continued and is_product(node):
                 term = self.reader.value(node, 2).term
@@ -256,21 +258,22 @@ class Search:
                 lin = self.matcher.linear(term) if self.matcher.is_down(term) else None
                 if lin is not None:
                     made_of[node] = _Down(lin, self._ups(lin))
-        # With a Linear before the experts, their gate/up are products of products, too. All experts read that
-        # Linear.
+        # If a Linear comes before the experts, their gate/up products look like down products, too. But all
+        # experts read that Linear.
         readers: dict[_Weight, set[_Weight]] = {}
         for down in made_of.values():
             for up in down.ups:
                 readers.setdefault(_weight(up.weight), set()).add(_weight(down.own.weight))
 
         def is_before(down: _Down) -> bool:
-            """Return whether a product is read by experts and is not one of them."""
+            """Return whether a product comes before the experts and is read by them."""
             indexed = _is_indexed(down.own)
             return _weight(down.own.weight) in readers and all(
                 len(readers[_weight(up.weight)]) > 1 or (indexed and not _is_indexed(up)) for up in down.ups
             )
 
-        # A shared expert may have the same shape. It has all rows, not those that a mask or `where` chose.
+        # A shared expert may have the same shape. Its rows are all tokens, not rows that a mask or `where`
+        # chose.
         return {
             node: (str(shape(node)[-1]), str(down.own.inner.size), has_chosen_rows(node))
             for node, down in made_of.items()
@@ -289,7 +292,8 @@ class Search:
         return target in READERS or is_pointwise(node)
 
     def _match(self, bits: int) -> Mixture | Refusal | None:
-        """Return the mixture of these down products whose node comes last. None if they are not experts."""
+        """Return the mixture of these down products. If several nodes qualify, take the last. None if they
+        are not experts."""
         ends = self._ends(bits)
         count = bits.bit_count()
         attempts: list[_Attempt] = []
@@ -337,8 +341,8 @@ class Search:
         )
 
     def _ends(self, bits: int) -> list[fx.Node]:
-        """Return the nodes with which a block of these down products may end, before any block that reads
-        it."""
+        """Return the nodes with which a block of these down products may end. Nodes of later blocks are not
+        among them."""
         later = sum(1 << d for d, earlier in enumerate(self._earlier) if earlier & bits)
         last = self._downs[bits.bit_length() - 1]
         from_last = itertools.dropwhile(lambda n: n is not last, self._nodes)
@@ -357,7 +361,7 @@ class Search:
             found.form, found.at = GATHERED, downs[0]
 
     def _not_read(self, bits: int) -> Refusal | None:
-        """Return the first reason why the results of these products could not be read."""
+        """Return the first reason why a result of these products could not be read."""
         read = self.reader.refusals
         return next((read[n] for n in self.graph.nodes if n in read and self._near[n] & bits), None)
 
@@ -370,8 +374,8 @@ class Search:
         return None
 
     def _by_other_masks(self, step: fx.Node) -> Refusal | None:
-        """Return a refusal if rows of experts in `step` were written by a mask that is not about ids: text,
-        image tokens."""
+        """Return a refusal if rows of experts in `step` were written by a mask that is not computed from ids,
+        such as a mask of image tokens."""
         for node in self._entering(step):
             if not is_op(node, aten.index_put) or not self._near.get(operand(node, 2), 0):
                 continue
@@ -398,7 +402,7 @@ class Search:
         return None
 
     def _put_over(self, step: fx.Node) -> Refusal | None:
-        """Return a refusal for the first rows of experts in `step` that overwrite something other than
+        """Return a refusal for the first write in `step` where rows of experts overwrite something other than
         zeros."""
         for node in self._entering(step):
             if is_op(node, aten.index_copy):
@@ -445,8 +449,8 @@ class Search:
 
 
 def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
-    """Return rows that a mask chose and for which a router chooses experts: text or image tokens. Each have
-    their own block."""
+    """Return rows that a mask chose and for which a router chooses experts, such as text or image tokens.
+    Each kind of tokens has a block of its own."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if not is_op(node, aten.topk, aten.argmax, aten.max, aten.sort):
@@ -476,13 +480,13 @@ def _is_indexed(lin: Linear) -> bool:
 
 def _weight(weight: Ref) -> _Weight:
     index = weight.index
-    if len(index) == 1:  # one dimension holds both of a matrix's: take its start
+    if len(index) == 1:  # one dimension holds both dimensions of the matrix: take its start
         index = tuple(substitute(i, dict.fromkeys(free_axes(i), Const(0))) for i in index)
     return _Weight(weight.node, tuple(i.value if isinstance(i, Const) else None for i in index))
 
 
 DULL = (Kind.ONE_EXPERT, Kind.SOMETHING_ADDED)
-"""Reasons that hold for any node inside a block, so they say nothing."""
+"""Reasons that hold for any node inside a block, so they explain nothing."""
 _OPAQUE = (Kind.OPAQUE, Kind.OPAQUE_WITH_EXPERTS)
 """Reasons that an earlier node may explain better."""
 VAGUE = (*_OPAQUE, Kind.OPAQUE_OUTPUT, Kind.OPAQUE_ROWS, Kind.READ_AS_NONE, Kind.READ_COMPUTED)
@@ -493,8 +497,8 @@ def _lists_given() -> dict[str, int]:
     """Return the lists of numbers that the compiled function was given, and how many numbers of each it read.
 
     If `counts.tolist()` breaks the graph, the rest of the function is compiled for the numbers of this call.
-    Slices that have equal lengths by chance, or experts 0 to n of a list of hits, would then look like a
-    block, but not in the next call: the use of 4 bits would depend on the data.
+    Slices that have equal lengths by chance, or a list of hit experts that happens to be 0 to n, would then
+    look like a block. In the next call they would not. The use of 4 bits would depend on the data.
     """
     context: Any = TracingContext.try_get()
     if context is None:
@@ -516,8 +520,9 @@ GATHERED = "weights gathered for each row (batched_mm)"
 def need_one_operator(m: Mixture, down: fx.Node) -> None:
     """Refuse `m`, which ends in the product `down`, unless one operator can replace all of it.
 
-    Two `fp4::grouped_mm` are as good as two `fp4::indexed_mm`. If something else reads the rows, they must be
-    computed anyway. A block of sorted rows therefore becomes one `fp4::moe`, or it stays two products.
+    Two `fp4::grouped_mm` are as fast as two `fp4::indexed_mm`. If something outside the block reads the rows,
+    they must be computed anyway. A block of sorted rows therefore becomes one `fp4::moe`, or it stays two
+    products.
     """
     act, root = m.common.act, m.root
     _need_only_users(down, root)

@@ -1,4 +1,5 @@
-"""Explains what was not read: a step of an expert, a product that is no expert's, a computed weight."""
+"""Explains what could not be read: a step of an expert, a product that belongs to no expert, a computed
+weight."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ _SELECTS = (aten.index, aten.index_select, aten.gather)
 
 
 def is_random(step: fx.Node) -> bool:
-    """Return whether a step draws random numbers: dropout in training mode, a noise."""
+    """Return whether a step draws random numbers, such as dropout in training mode or noise."""
     return is_op(step, *_RANDOM)
 
 
@@ -66,13 +67,13 @@ def kind_of(step: fx.Node) -> Step:
 
 
 def kind_on_output(step: fx.Node) -> Step:
-    """Return the kind of a step on one expert's output, before all are added."""
+    """Return the kind of a step on one expert's output, before the outputs of all experts are added."""
     return Step.RANDOM if is_random(step) else Step.ON_OUTPUT
 
 
 def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:
-    """Return a refusal for a slice of the indices of an expert's rows: how many it drops depends on their
-    number."""
+    """Return a refusal for a slice of the indices of an expert's rows, because the number of rows that it
+    drops depends on the data."""
     for node in nodes:
         places = node
         while is_op(places, aten.slice, aten.select, aten.squeeze, aten.unbind) or item(places) is not None:
@@ -83,7 +84,7 @@ def first_rows(nodes: Iterable[fx.Node]) -> Refusal | None:
 
 
 def _has_token_counts(graph: fx.Graph) -> bool:
-    """Return whether inputs have different symbolic numbers of rows that nothing declares to be equal."""
+    """Return whether inputs have different symbolic numbers of rows that no torch._check declares equal."""
     inputs = (n for n in graph.find_nodes(op="placeholder") if is_tensor(n) and shape(n))
     return len({str(shape(n)[0]) for n in inputs if static_int(shape(n)[0]) is None}) > 1
 
@@ -119,7 +120,7 @@ def unread_experts(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
 
 
 def unread_rows(graph: fx.Graph, reader: Reader, choices: int) -> Refusal:
-    """Return why products over `choices` different choices of rows are no experts that can be read."""
+    """Return why products with `choices` different selections of rows cannot be read as experts."""
     products = {n: p for n in graph.nodes if (p := _product(n, reader.is_weight)) is not None and _rows_of(n)}
     fed = False
     for product in products.values():
@@ -215,15 +216,15 @@ def _between(rows: fx.Node, products: dict[fx.Node, _Product]) -> list[fx.Node]:
     return found if len(found) <= _STEPS_BETWEEN else []
 
 
-# --- products that are not plain ---
+# --- products with changed weights ---
 
 _SAME = (*RESHAPES, *SWAPS, *CUTS, aten.unbind, aten._to_copy)
 _SCALED = (aten.mul, aten.div, aten.dropout, *_SAME)
 
 
 def changed_products(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> Refusal | None:
-    """Return a refusal if products of chosen rows are not plain: smaller ones correct them (LoRA), or the
-    graph computes their weights (pruning, norms of weights, parametrizations)."""
+    """Return a refusal if smaller products correct the products of chosen rows (LoRA), or if the graph
+    computes the weights of these products (pruning, weight norms, parametrizations)."""
     products = [n for n in graph.nodes if is_op(n, *PRODUCTS) and has_chosen_rows(n)]
     for node in graph.nodes:
         if not (is_op(node, aten.add) and has_chosen_rows(node) and all(map(is_tensor, node.args[:2]))):
@@ -277,7 +278,7 @@ def _weight(product: fx.Node, is_weight: Callable[[fx.Node], bool]) -> fx.Node |
 
 
 def _low_rank(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return the two weights of a product of a product if the rows between them are the narrowest (low
+    """Return the two weights of two products in a row, if the dimension between them is the smallest (low
     rank)."""
     last = _weight(node, is_weight)
     rows = [n for n in node.all_input_nodes if has_chosen_rows(n)] if last is not None else []

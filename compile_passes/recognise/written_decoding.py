@@ -3,11 +3,11 @@ in their place.
 
 An element of such a weight is read in index notation down to the bytes that it comes from, as a product of
 
-    code(byte, k % 2) * scale(byte of the block) * anything that is the same for the whole matrix
+    code(byte, k % 2) * scale(byte of the block) * factors that are the same for the whole matrix
 
 `code` and `scale` are evaluated for all 256 bytes. Codes must be e2m1; scales must be e4m3 in blocks of 16 or
-e8m0 in blocks of 32. The axes prove the places of the bytes. How the model writes the decoding does not
-matter.
+e8m0 in blocks of 32. The axes of the term prove the order of the bytes. How the model writes the decoding
+does not matter.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ fp4 = torch.ops.fp4
 
 BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
 TABLE = 4096
-"""The most values that a table may have."""
+"""The largest number of values in a table."""
 Tables = Mapping[fx.Node, Tensor]
-"""The values of small constants: written in the model, or current values of fixed inputs."""
+"""The values of small constants. They are written in the model, or are the current values of fixed inputs."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6], device="cpu")
 
 
@@ -143,12 +143,12 @@ class Decoder(Reader):
         return getitem(self, node, 2)
 
     def ref(self, node: fx.Node, dims: tuple[tuple[Axis, ...], ...]) -> None:
-        """Return None, so that reading does not stop at an intermediate value of a decoding."""
+        """Return None always, so that reading does not stop at an intermediate value of a decoding."""
         return None
 
     def align(self, ours: tuple[Axis, ...], theirs: tuple[Axis, ...]) -> tuple[Renamed, Renamed]:
-        """Align axes. Nibbles of bytes and elements of blocks cut K differently, so both are cut wherever one
-        is."""
+        """Align axes. Nibbles of bytes and elements of blocks split K differently, so both are split at every
+        boundary of either."""
         try:
             return super().align(ours, theirs)
         except Opaque:
@@ -323,14 +323,14 @@ def _product_of(term: Term) -> Iterator[Term]:
     elif op in (aten.div, aten.ldexp) and isinstance(term, Apply) and not term.kwargs:
         a, b = (t if isinstance(t, Term) else Const(t) for t in term.args)
         yield from _product_of(a)
-        # For a tensor without dimensions whose result is larger, torch's ldexp warns and will later raise.
+        # torch's ldexp warns if a tensor without dimensions is broadcast, and later versions will raise.
         yield Apply(aten.div.Tensor, (Const(1.0), b)) if op is aten.div else Apply(aten.pow.Scalar, (2.0, b))
     else:
         yield term
 
 
 def _leaves(term: Term, tables: Tables) -> set[Ref]:
-    """Return the elements of inputs that a term is computed from, without tables."""
+    """Return the elements of inputs that a term is computed from, except tables."""
     found: set[Ref] = set()
     todo: list[Term] = [term]
     while todo:
@@ -343,7 +343,8 @@ def _leaves(term: Term, tables: Tables) -> set[Ref]:
 
 
 def _is_held(ref: Ref) -> bool:
-    """Return whether these are bytes of an input in order. A table is indexed by computed values."""
+    """Return whether a term reads the bytes of an input in order. This excludes tables, which computed values
+    index."""
     return ref.node.op == "placeholder" and value(ref.node).dtype in BYTES and _along(ref) is not None
 
 
@@ -402,8 +403,8 @@ def _evaluate(term: Any, given: dict[Term, Any], tables: Tables) -> Any:
     if any(((i < 0) | (i >= s)).any() for i, s in zip(index, values.shape)):
         raise Opaque
     found = values.cpu()[tuple(index)]
-    # Use as many dimensions as the model, because tensors without dimensions have other rules of type
-    # promotion.
+    # Keep the model's number of dimensions, because type promotion treats tensors without dimensions
+    # differently.
     return found.expand(256) if index else found
 
 
@@ -432,15 +433,15 @@ def _is_e2m1(factors: list[Term], leaf: Ref, nibble: Axis, tables: Tables) -> bo
 
 
 def _is_scale(factors: list[Term], leaf: Ref, format: str, tables: Tables) -> bool:
-    """Return whether the factors decode block scales. NaN codes may mean anything; 2^-127, a subnormal, may
-    be 0."""
+    """Return whether the factors decode block scales. NaN codes may decode to anything, and 2^-127, a
+    subnormal, may decode to 0."""
     got = _all_bytes(factors, leaf, {}, tables)
     want = torch.arange(256, dtype=torch.uint8, device="cpu").view(FORMATS[format].scale_dtype).double()
     number = ~want.isnan()
     return torch.allclose(got[number], want[number], rtol=0, atol=2.0**-126)
 
 
-# --- what is the same for a whole matrix ---
+# --- factors that are the same for a whole matrix ---
 
 
 def _emit(term: Any, axes: list[Axis], lead: list[int], call: Any) -> Any:

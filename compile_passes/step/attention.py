@@ -1,8 +1,8 @@
 """Rewrites attention of one token of each sequence over contiguous keys and values, such as a static cache,
 to fp4::attention.
 
-torch's kernel for it cannot begin while the kernel before it runs, and the product after it cannot ask for
-its weights meanwhile. For a mask, Inductor also makes a copy of it for each layer.
+torch's attention kernel cannot begin while the kernel before it runs, and the product after it cannot load
+its weights while attention runs. If there is a mask, Inductor also copies it in each layer.
 """
 
 from __future__ import annotations

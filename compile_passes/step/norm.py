@@ -71,7 +71,7 @@ def read_norm(node: fx.Node) -> Norm | None:
         else:
             known = value(scaled).dtype == dtype and (cast or dtype == torch.float32)
         if not known:
-            raise NotRead("the norm is rounded at other places")
+            raise NotRead("the norm is rounded at other places than the operators round")
         return Norm(node, x, weight, eps, in_float)
     return None
 

@@ -1,7 +1,8 @@
-"""Traces single calls of a graph: without writes, by functions that trace better, and ended if they fail.
+"""Traces single calls of a graph. Writes are taken out, some functions are replaced by others that can be
+traced, and regions of autocast are closed if a trace fails.
 
-Writes are taken out by AOTAutograd's functional tensors. `torch.func.functionalize` does not serve: it turns
-symbolic sizes into numbers in some composite operators (a linear layer with a bias).
+AOTAutograd's functional tensors take writes out. `torch.func.functionalize` cannot be used: in some composite
+operators, such as a linear layer with a bias, it turns symbolic sizes into numbers.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ aten = torch.ops.aten
 
 @contextlib.contextmanager
 def functional_tensors(inputs: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield the inputs with functional tensors in place of tensors. Operators on these leave no writes in
-    a trace."""
+    """Yield the inputs with each tensor replaced by a functional tensor. A trace of operators on these has no
+    writes."""
     with without_functionalization(), FunctionalTensorMode():
         with disable_proxy_modes_tracing():
             wrapped = [
@@ -82,7 +83,7 @@ def inline_constants(gm: fx.GraphModule) -> None:
         for user in list(node.users):
             if user.target is not aten.lift_fresh_copy.default or isinstance(value, FakeTensor):
                 refuse(Kind.ATTRIBUTE, None, node.target)
-            with without_modes():  # a constant on a GPU is copied from there, and a fake copy has no values
+            with without_modes():  # copies a constant from a GPU; a fake copy has no values
                 number = values = value.tolist()
             # A single number becomes a `full`, which Inductor puts into the kernels that read it.
             while isinstance(number, list) and len(number) == 1:
@@ -108,7 +109,8 @@ _VIEWS = ("narrow", "select")
 
 
 def as_written(node: fx.Node) -> Any:
-    """Return the function by which a call is traced; `node.target` if it is a method or needs no other.
+    """Return the function by which a call is traced. It is `node.target` if the call is a method or needs no
+    other function.
 
     `torch.einsum` of three operands is traced as two products from left to right, even if the package
     opt_einsum is installed. That package chooses the order by sizes. A factor of an expert's result could
@@ -132,7 +134,7 @@ def needs_a_number(node: fx.Node) -> Refusal:
 
 
 def _from_left_to_right(*args: Any) -> torch.Tensor:
-    # Dimensions are given as numbers, or operands in a list.
+    # The dimensions are numbers, or the operands are in a list.
     if not isinstance(args[0], str) or len(args) < 3:
         return torch.functional.einsum(*args)
     return einsum_in_order(args[0], args[1:])
@@ -161,7 +163,7 @@ def _may_be_a_copy(node: fx.Node) -> bool:
 
 
 def _one_by_one(x: torch.Tensor, index: Any) -> torch.Tensor:
-    """Compute x[index] as torch does: indices that are one number come before all others."""
+    """Compute x[index] as torch does. Indices that are a single number are applied before all others."""
     items = _items(index)
     taken = [i for i in items if i is not None and i is not Ellipsis]
     used = sum(i.dim() if isinstance(i, torch.Tensor) and i.dtype == torch.bool else 1 for i in taken)
@@ -182,15 +184,15 @@ def _one_by_one(x: torch.Tensor, index: Any) -> torch.Tensor:
 class OpenRegions:
     """The regions of autocast that the calls of a graph have entered so far.
 
-    They must be ended when a trace fails in between: whatever is traced afterwards would run inside them,
-    such as the whole graph after its calls, or Inductor's own trace.
+    They must be closed when a trace fails inside of them. Otherwise later traces would run in these regions,
+    such as the trace of the whole graph, or Inductor's own trace.
     """
 
     def __init__(self) -> None:
         self._autocasts: list[Any] = []
 
     def ran(self, function: Any, args: Any, result: Any) -> None:
-        """Take note of a call of the graph, which has run."""
+        """Note a call of the graph that has run."""
         if function is enter_autocast:
             self._autocasts.append(result)
         elif function is exit_autocast:
@@ -198,7 +200,7 @@ class OpenRegions:
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """End the regions and levels that are still open at the end."""
+        """Close the regions that are still open at the end, as a context manager."""
         depth = functorch_depth()
         try:
             yield

@@ -1,5 +1,5 @@
-"""Traces Dynamo's graph to a functional aten graph in which `silu`, `_softmax`, `_grouped_mm` are still
-whole.
+"""Traces Dynamo's graph to a functional aten graph in which `silu`, `_softmax` and `_grouped_mm` are not
+decomposed.
 
 Inductor decomposes while it traces, so an FFN is hard to find in its graphs. Here Dynamo's graph is
 interpreted again under its own fake tensors, without decompositions. Inductor gets the result as if Dynamo
@@ -62,7 +62,7 @@ def fake_inputs(fake_mode: FakeTensorMode, inputs: Sequence[Any]) -> list[Any]:
     def convert(x: Any) -> Any:
         if not isinstance(x, torch.Tensor):
             return x
-        if is_subclass(x):  # a tensor in 4 bits: an ordinary tensor takes its place
+        if is_subclass(x):  # an ordinary tensor stands in for a 4-bit one
             with fake_mode:
                 return stand_in(x)
         if isinstance(x, FakeTensor):
@@ -80,7 +80,7 @@ class Captured(NamedTuple):
     gm: fx.GraphModule
     fake_mode: FakeTensorMode
     stored: dict[fx.Node, Stored]
-    """Inputs that are 4-bit tensors. Each has an ordinary tensor in its place in the graph."""
+    """Inputs that are 4-bit tensors. In the graph, an ordinary tensor stands in for each of them."""
 
 
 def capture(gm: fx.GraphModule, inputs: Sequence[Any]) -> Captured:
@@ -144,7 +144,7 @@ def _by_calls(
         # Each call is traced once, so the cache would never be used.
         with disable_fake_tensor_cache(fake_mode):
             return Copier(gm, fakes, fake_mode, constants).run()
-    except Exception as reason:  # whatever is unusual about one call, the whole graph can still be traced
+    except Exception as reason:  # the graph can still be traced as a whole
         log.debug("the graph is traced as a whole: %s", reason, exc_info=not isinstance(reason, CannotCopy))
         fake_mode.epoch += 1
         return None
@@ -218,7 +218,8 @@ class _Interpreter(PropagateUnbackedSymInts):
 
 
 def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `run` to have no writes inside: values written to an input are copied there at the end."""
+    """Wrap `run` so that its trace has no writes inside. Values that are written to an input are copied there
+    at the end."""
 
     def inner(*args: Any) -> Any:
         with functional_tensors(args) as wrapped:
@@ -237,7 +238,7 @@ def _functional(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _written_input(output: Any, inputs: list[tuple[torch.Tensor, FunctionalTensor]]) -> torch.Tensor | None:
-    """Return the input that an output is: `self.load += counts` makes the buffer an output."""
+    """Return the input that an output is identical to. `self.load += counts` makes the buffer an output."""
 
     def layout(t: torch.Tensor) -> tuple[Any, ...]:
         return storage(t), tuple(t.shape), t.stride(), t.storage_offset(), t.dtype

@@ -91,7 +91,8 @@ class _Template:
     lists: dict[fx.Node, list[fx.Node]]
     """Nodes with several results. All results are outputs, in this order."""
     places: dict[int, set[int]] | None = None
-    """Arguments of nodes that are the expert's number: two traces with different numbers differ there."""
+    """Arguments of nodes that are the expert's number. Two traces with different numbers differ only
+    there."""
 
 
 class Copier:
@@ -225,7 +226,7 @@ class Copier:
         return region
 
     def _scalar(self, node: fx.Node) -> Any:
-        """Copy a call on symbolic numbers, which is the same in aten."""
+        """Copy a call on symbolic numbers. It needs no translation to aten."""
         args = fx.node.map_arg(node.args, lambda n: self._held[n])
         if not any(isinstance(a, fx.Node) for a in args):
             return node.target(*args)  # type: ignore[operator]
@@ -235,8 +236,8 @@ class Copier:
         return self._first(new)
 
     def _attention(self, node: fx.Node) -> fx.Node | None:
-        """Keep attention as one operator, because the kernel that torch chooses depends on arguments that may
-        change.
+        """Keep attention as one operator. A trace would fix the kernel that torch chooses for the current
+        arguments, which may change later.
 
         Return None if autocast would change the arguments first, or random numbers are drawn.
         """
@@ -249,7 +250,7 @@ class Copier:
             return None
         return new
 
-    # --- what a call is ---
+    # --- keys of calls ---
 
     def _describe(self, node: fx.Node) -> _Call:
         inputs: dict[fx.Node, int] = {}
@@ -304,14 +305,14 @@ class Copier:
         return what, tuple(s if isinstance(s, int) else _anonymous(s, symbols) for s in sizes)
 
     def _known(self, symbol: sympy.Symbol) -> Any:
-        """Return everything in which one symbol may differ from another."""
+        """Return the known properties of a symbol, such as its range."""
         if symbol not in self._facts:
             env, name = self._shape_env, {symbol: _STANDING_FOR[0]}
             asserts = sorted(str(a.xreplace(name)) for a in self._asserts.get(symbol, ()))
             self._facts[symbol] = (str(env.var_to_range.get(symbol)), symbol in env.size_like, *asserts)
         return self._facts[symbol]
 
-    # --- a call, traced alone ---
+    # --- tracing one call alone ---
 
     def _trace(self, call: _Call) -> _Template:
         node = call.node
@@ -351,8 +352,8 @@ class Copier:
         )  # fmt: skip
 
     def _check_memory(self, call: _Call, inputs: Sequence[Any], outputs: list[Any]) -> None:
-        """Check that these tensors are views of each other exactly as Dynamo's are, because writes are
-        followed by Dynamo's."""
+        """Check that these tensors share memory exactly as Dynamo's tensors do, because writes are followed
+        on Dynamo's tensors."""
         if any(map(is_reshaped, inputs)):
             raise CannotCopy(f"{call.node.name} changes the shape of its input")
         expected = pytree.tree_leaves(example(call.node))
@@ -385,7 +386,7 @@ class Copier:
         with self._mode:
             return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
 
-    # --- copies of it ---
+    # --- copying a traced call ---
 
     def _copy(self, template: _Template, call: _Call) -> Any:
         rename = {old: new for old, new in zip(template.symbols, call.symbols) if old is not new}
@@ -438,8 +439,8 @@ class Copier:
         raise CannotCopy(f"a {type(x).__name__} of sizes that only the data knows")
 
     def _write(self, call: _Call, target: fx.Node, contents: fx.Node) -> None:
-        """Record a write: everything that is the written tensor gets the new contents. Nothing else may
-        read its memory later."""
+        """Record a write. All nodes that are the written tensor get the new contents. No other node may read
+        its memory later."""
         now = self._order[call.node]
         memory, place = storage(example(target)), _place(example(target))
         if any(n is not target and _is_tensor(n) and storage(example(n)) == memory for n in call.inputs):
@@ -466,7 +467,7 @@ _OF_ONE = (
     torch.eq, torch.ne, torch.ge, torch.gt, torch.le, torch.lt, "eq", "ne", "ge", "gt", "le", "lt",
     "__eq__",  # Dynamo of torch 2.11 uses this for `==`
 )  # fmt: skip
-"""Calls with a number whose value does not change the size or form of any result."""
+"""Calls that take a number, where the value of the number does not change the size or form of any result."""
 
 
 def _lists(nodes: list[fx.Node], outputs: list[Any]) -> dict[fx.Node, list[fx.Node]]:
@@ -510,7 +511,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _place(x: torch.Tensor) -> Any:
-    """Return the position of a tensor in its memory."""
+    """Return the offset, sizes and strides of a tensor in its memory."""
     return x.dtype, _sizes((*x.shape, *x.stride(), x.storage_offset()))
 
 

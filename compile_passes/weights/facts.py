@@ -1,5 +1,5 @@
-"""Facts about the weights of one graph, in addition to torch's in `node.meta`: which are decoded from 4 bits,
-and whether all uses of one can be in 4 bits.
+"""Facts about the weights of one graph, beside those of torch in `node.meta`: which weights are decoded from
+4 bits, and whether all uses of a weight can be in 4 bits.
 """
 
 from __future__ import annotations
@@ -42,20 +42,23 @@ class Stored(NamedTuple):
 @dataclass
 class Facts:
     fixed: set[fx.Node]
-    """Parameters, buffers, and weights that are decoded from these: the same tensors in every call."""
+    """Parameters, buffers, and weights that are decoded from these. They are the same tensors in every
+    call."""
     mutated: set[fx.Node] = field(default_factory=set)
     """Inputs that the graph writes to."""
     stored: dict[fx.Node, Stored] = field(default_factory=dict)
     constants: dict[fx.Node, Tensor] = field(default_factory=dict)
-    """Values of small tensors: of fixed inputs as they are now, and of what the graph makes of numbers."""
+    """Values of small tensors: the current values of fixed inputs, and tensors that the graph makes from
+    numbers."""
     tables: dict[fx.Node, tuple[fx.Node, ...]] = field(default_factory=dict)
-    """The inputs by whose values a model decodes a weight, for the `fp4.dequantize` that stands for it."""
+    """For each `fp4.dequantize` that replaces a decoding: the inputs whose values the decoding uses as
+    tables."""
     gathered: dict[fx.Node, str] = field(default_factory=dict)
-    """The library that gathers a parameter anew for each call."""
+    """For each parameter that is gathered for each call: the name of the library that gathers it."""
     each_alone: dict[fx.Node, Refusal] = field(default_factory=dict)
-    """Weights whose products are rewritten one by one, and why."""
+    """Weights whose products are rewritten one by one, with the reason."""
     stays: dict[fx.Node, Refusal] = field(default_factory=dict)
-    """Weights that are left alone, and why."""
+    """Weights that are left alone, with the reason."""
 
     def in_4_bits(self, weight: fx.Node) -> bool:
         return weight in self.stored
@@ -66,7 +69,7 @@ class Facts:
         return self.stored[weight].inputs if weight in self.stored else (weight,)
 
     def why_not_own(self, weight: fx.Node, site: fx.Node) -> Refusal | None:
-        """Return why a packed copy cannot stand for the weight from call to call, or None if it can."""
+        """Return why one packed copy cannot replace the weight in all calls, or None if it can."""
         if weight in self.mutated:
             return Refusal(Kind.WRITTEN, site, (weight,))
         if weight in self.gathered:
@@ -86,8 +89,8 @@ fp4 = torch.ops.fp4
 class Program:
     """Computes the operands of `fp4.dequantize` from fixed graph inputs, once, when the operands are made.
 
-    It has the operators between the inputs and the operator's arguments (views, stacks, a reciprocal).
-    Programs with the same code are equal.
+    It contains the nodes between the inputs and the arguments of `fp4.dequantize`, such as views, stacks or a
+    reciprocal. Programs with the same code are equal.
     """
 
     code: str
@@ -103,7 +106,7 @@ class Program:
         for now, proved in zip(inputs[given:], self.tables):
             if tuple(now.flatten().tolist()) != proved:
                 raise RuntimeError(
-                    "fp4: a table from which the model decodes its weights has changed; compile anew"
+                    "fp4: a table from which the model decodes its weights has changed; compile it again"
                 )
         inputs = inputs[:given]
         return relayout(self.run(*inputs), self.format, self.k, self.layout, "plain")
@@ -162,8 +165,8 @@ _PARTS = (
 
 
 class ReadTwice(Exception):
-    """Products that were not rewritten read weights that others read in 4 bits. A model must not read one
-    expert in two precisions.
+    """Raised if some products of a weight were rewritten to 4 bits and others were not. A model must not read
+    one expert in two precisions.
 
     `why`: for the index of each such graph input, the product that reads it.
     """
@@ -176,7 +179,7 @@ class ReadTwice(Exception):
 def refuse_two_precisions(
     inputs: list[fx.Node], packed: Iterable[fx.Node], others: Collection[fx.Node] = ()
 ) -> None:
-    """Raises ReadTwice if an input that is `packed` is an operand of a product that is none of `others`."""
+    """Raises ReadTwice if an input in `packed` is an operand of a product that is not in `others`."""
     chosen = set(packed)
     found = {i: (n, _product_of(n, others)) for i, n in enumerate(inputs) if n in chosen}
     products = {i: (n, p) for i, (n, p) in found.items() if p is not None}

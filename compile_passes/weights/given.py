@@ -1,13 +1,14 @@
-"""Makes ordinary tensors the inputs of one of Dynamo's graphs, and finds weights that are gathered anew.
+"""Makes ordinary tensors the inputs of one of Dynamo's graphs, and finds weights that are gathered for each
+call.
 
-- Under Inductor's `freezing` a graph holds parameters as attributes. An input can be packed, and packed again
-  when it changes, so they become inputs. A rewritten graph is then not frozen. A graph in which nothing is
-  rewritten goes to Inductor as it was.
+- Under Inductor's `freezing`, a graph holds parameters as attributes. They become inputs, because an input
+  can be packed, and packed again when it changes. A rewritten graph is then not frozen. A graph in which
+  nothing is rewritten goes to Inductor as it was.
 - torchtitan's experts, and others that run their own kernels, read DTensor parameters only by `to_local()`.
   This process's part takes the parameter's place. The graph's exchange with other processes stays as it is.
-- A sharding library gathers parameters for each call. In 4 bits each call would pack them again: their memory
-  is reused for other parameters, their versions say nothing, and what a rank packs would depend on its
-  earlier calls. They keep their original weights.
+- A sharding library gathers parameters for each call. In 4 bits, each call would have to pack them again.
+  Their memory is reused for other parameters and their versions do not show changes, so the packed weights of
+  a rank could be those of an earlier call. Such parameters keep their original values.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Given(NamedTuple):
 
 
 def given(gm: fx.GraphModule, inputs: Sequence[Any]) -> Given:
-    """Return a graph with ordinary inputs: `gm` itself if it has them, which never changes."""
+    """Return a graph with ordinary inputs. It is `gm` itself if its inputs are ordinary. `gm` never
+    changes."""
     return Given(gm, list(inputs)) if is_precompiling() else _with_parts(_with_attributes(gm, inputs))
 
 
@@ -114,7 +116,7 @@ def _with_parts(source: Given) -> Given:
         node, whole = nodes[i], inputs[i]
         inputs[i] = _local(whole)
         inner = getattr(known.get(whole), "inner_contexts", {}).get("_local_tensor")
-        if inner is not None:  # as Dynamo made its fake tensor, with the same symbols
+        if inner is not None:  # the part has the same symbols as Dynamo's fake tensor
             known[inputs[i]] = inner
         if (example := node.meta.get("example_value")) is not None:
             node.meta["example_value"] = example._local_tensor
@@ -128,26 +130,26 @@ def _with_parts(source: Given) -> Given:
 
 
 def _local(x: Any) -> torch.Tensor:
-    """The same tensor at every call."""
+    """Return the local part of a DTensor: the same tensor at every call."""
     return x._local_tensor  # type: ignore[no-any-return]
 
 
 def _is_read_locally(node: fx.Node, x: Any) -> bool:
-    """Return whether a DTensor is only used by `to_local()`, and this returns the very tensor that it
+    """Return whether a DTensor is only used by `to_local()`, and `to_local()` returns the tensor that it
     holds."""
     reads = [_reads_locally(u) and u.args == (node,) for u in node.users]
     return bool(reads) and all(reads) and type(_local(x)) is torch.Tensor
 
 
 def _reads_locally(node: fx.Node) -> bool:
-    """Return whether a node is `to_local()`. Dynamo of torch 2.11 uses a function for it that knows its
-    arguments."""
+    """Return whether a node is `to_local()`. Dynamo of torch 2.11 has a function in its place, with the
+    arguments stored inside."""
     if node.op == "call_method":
         return node.target == "to_local"
     return getattr(node.target, "__name__", "") == "prim_to_local"
 
 
-# --- weights that are gathered anew for each call ---
+# --- weights that are gathered for each call ---
 
 
 def gathered(tensors: Iterable[torch.Tensor]) -> dict[int, str]:

@@ -1,4 +1,5 @@
-"""Packed weights: made at the first call, shared by all graphs, renewed after writes, freed with weights."""
+"""Packed weights. They are made at the first call, shared by all graphs, packed again after writes, and freed
+together with the weights."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def watch(weights: Iterable[torch.Tensor], gone: Callable[[Any], None], owned: b
 
 
 def states_of(leaves: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-    """Versions and addresses. Inference tensors have no version."""
+    """Return versions and addresses. Inference tensors have no version."""
     try:
         versions = [w._version for w in leaves]
     except RuntimeError:
@@ -131,8 +132,9 @@ _serials = itertools.count(1)
 class PackedWeights:
     """Maps parameters to packed tensors of one spec.
 
-    An entry is valid while the Parameters are the same objects in the same memory, and nothing shows that
-    they were written to: neither `_version`, nor an optimizer (`note_writes`), nor a sample of their bytes.
+    An entry is valid as long as the Parameters are the same objects in the same memory, and nothing shows
+    that they were written to. A write shows in `_version`, in the step of an optimizer (`note_writes`), or in
+    a sample of their bytes.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -144,8 +146,8 @@ class PackedWeights:
         return self.entry(weights).packed
 
     def entry(self, weights: tuple[torch.Tensor, ...], but: int = 0) -> Entry:
-        """Return a valid entry, packed again if necessary. The entry whose serial is `but` is taken as
-        invalid."""
+        """Return a valid entry, and pack the weights again if necessary. An entry whose serial is `but`
+        counts as invalid."""
         key = tuple(map(id, weights))
         entry = self._entries.get(key)
         if entry is not None and entry.serial != but and entry.holds(weights):
@@ -174,8 +176,8 @@ class PackedWeights:
         return bool(found)
 
     def refresh(self, tensors: Mapping[int, torch.Tensor]) -> int:
-        """Pack again everything that was packed from these weights, which are given by id. An entry that
-        also has other weights is packed again at its next use; all other entries are packed now."""
+        """Pack again everything that was packed from these weights, which are given by id. This is done now,
+        except for entries that also have other weights: they are packed again at their next use."""
         done = 0
         for key, entry in list(self._entries.items()):
             found = (tensors[i] for i in key if i in tensors)  # an id may belong to another tensor by now
@@ -212,11 +214,11 @@ def store(spec: Spec) -> PackedWeights:
     return _stores.setdefault(spec, PackedWeights(spec))
 
 
-# --- what tells that weights were written to ---
+# --- noticing writes to weights ---
 
 
 class NoticedWrites:
-    """`last` becomes a new object after each noticed write. Every store is then asked again."""
+    """`last` becomes a new object after each noticed write. Then every store is asked again."""
 
     last = object()
 
@@ -226,7 +228,8 @@ class NoticedWrites:
 
 
 def note_writes(tensors: Iterable[Any]) -> None:
-    """Note writes to tensors that leave no trace, so that packed copies are made again."""
+    """Note writes to tensors that do not show in the tensors' versions, so that the weights are packed
+    again."""
     if any(map(len, list(_stores.values()))):
         stores = {memory_of(t) for t in leaves_of(t for t in tensors if isinstance(t, torch.Tensor))} - {0}
         if any([kept.note_writes(stores) for kept in list(_stores.values())]):
@@ -245,14 +248,15 @@ register_optimizer_step_post_hook(_after_a_step)
 
 
 def refresh(model: torch.nn.Module) -> int:
-    """Packs again, now, all weights of `model` that `backend="fp4"` has packed; returns how many.
+    """Packs all weights of `model` again that `backend="fp4"` has packed. Returns the number of these
+    weights.
 
     Call it after a write that the backend cannot notice, such as one to a few elements through `.data`,
     NumPy or a kernel (docs/compiler.md, "Weights that change"). Call it also after any write if you captured
     a CUDA graph yourself and replay it. Packed tensors keep their addresses, so such a graph reads the new
     values.
 
-    Raises TypeError if `model` is no torch.nn.Module, and ValueError for a weight with NaN or infinity.
+    Raises TypeError if `model` is not a torch.nn.Module, and ValueError for a weight with NaN or infinity.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"fp4: refresh takes a torch.nn.Module; it got {type(model).__name__}")

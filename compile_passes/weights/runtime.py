@@ -30,7 +30,8 @@ from .specs import Spec
 
 @dataclass(frozen=True)
 class Swap:
-    """The graph inputs `indices` are one weight. Its packed tensors come after the other inputs, in order."""
+    """Replaces the graph inputs `indices`, which hold one weight, by packed tensors. These come after the
+    other inputs, in order."""
 
     indices: tuple[int, ...]
     spec: Spec
@@ -54,12 +55,12 @@ def runtime(
 ) -> Callable[..., Any]:
     """Return the callable for Dynamo. It looks up packed tensors and drops unused originals.
 
-    `undo` makes it correct to run the graph twice for one call (graph/repeat.py). The GPU then need not say
-    beforehand whether weights have changed: the host asks while the graph's kernels run, and runs them again
-    if weights have changed. None: the graph must not run twice.
+    `undo` makes it correct to run the graph twice for one call (graph/repeat.py). Then the host need not wait
+    for the GPU to say whether weights have changed. It asks while the graph's kernels run, and runs the graph
+    again if they have. None: the graph must not run twice.
 
-    Dynamo guards that no gradient can be asked for here, so autograd is skipped as a whole. The kernel that
-    refuses gradients is Python and costs each operator call 8 us.
+    Dynamo's guards ensure that no gradient is needed here, so autograd is skipped. The autograd kernel that
+    refuses gradients is written in Python and would cost 8 us for each operator call.
     """
     kept, lookup = _getter(keep), _Lookup(swaps)
 
@@ -96,7 +97,7 @@ _Packed = tuple[torch.Tensor, ...]
 
 
 class _Met:
-    """The weights of one call, all of which were packed."""
+    """The weights of one call. All of them were packed."""
 
     def __init__(
         self, key: tuple[int, ...], writes: object, states: Any, entries: list[Entry], refs: list[Any]
@@ -110,7 +111,8 @@ class _Met:
 
 
 class _Unsure:
-    """A call that has begun with earlier packed weights. Whether its weights have changed is asked later."""
+    """A call that has begun with the packed weights of earlier calls. It checks later whether the weights
+    have changed."""
 
     __slots__ = ("_args", "_begun", "_lookup", "_met", "_suspect")
 
@@ -134,8 +136,8 @@ class _Lookup:
     """Finds the packed tensors of all swaps, in order, for a graph's arguments.
 
     One comparison checks the address and version of every weight that was seen before, and one compares their
-    samples. Asking each store would take microseconds for each weight before every step. Nothing is kept
-    longer than the weights live.
+    samples. To ask each store would take microseconds for each weight before every step. Entries are freed
+    together with the weights.
     """
 
     def __init__(self, swaps: list[Swap]) -> None:
@@ -147,7 +149,7 @@ class _Lookup:
         """The entry, if there is only one."""
         self.on_gpu = False
         self.ran = 0
-        """The number of the watched call in which the graph last ran."""
+        """The number of the watched call (`Calls`) in which the graph last ran."""
         _lookups.add(self)
 
     def get(self, args: Sequence[Any], may_repeat: bool = False) -> tuple[_Packed, _Unsure | None]:
@@ -169,8 +171,8 @@ class _Lookup:
     def ask(self, args: Sequence[Any], but: Sequence[int]) -> _Packed:
         """Ask each store for its packed weight. Entries whose serials are in `but` are packed again.
 
-        If a sample of one weight differs, all weights of the graph are suspect: a program that changes one
-        usually changes others, and the samples may have missed those.
+        If a sample of one weight differs, all weights of the graph are packed again. A program that changes
+        one weight usually changes others, too, and the samples may have missed these changes.
         """
         weights = self.weights(args)
         key = _key(weights)
@@ -217,7 +219,7 @@ _lookups: weakref.WeakSet[_Lookup] = weakref.WeakSet()
 
 
 class Calls:
-    """Numbers the watched calls, to know which graphs ran in a call."""
+    """Numbers the watched calls, so that it is known which graphs ran in a call."""
 
     number = 0
 

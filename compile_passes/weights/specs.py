@@ -1,9 +1,10 @@
 """Describes how graph inputs are made from a model's weights.
 
-Weights are quantised and reordered, or joined from many. The codes and block scales of weights that a model
-holds in 4 bits already are used bit for bit: `FP4Tensor` and torchao's `NVFP4Tensor` and `MXTensor` are graph
-inputs, the passes see an ordinary tensor of the same shape in their place, and when a product is rewritten,
-its operands come from the real tensor. facts.py finds weights that the graph itself decodes.
+Weights are quantised and reordered, or joined from many parameters. If a model already holds weights in 4
+bits (`FP4Tensor`, or torchao's `NVFP4Tensor` and `MXTensor`), their codes and block scales are used bit for
+bit. These tensors are graph inputs. The passes see an ordinary tensor of the same shape in their place. When
+a product is rewritten, its operands come from the 4-bit tensor. facts.py finds weights that the graph itself
+decodes.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from ..refusal import Kind, need
 class Piece:
     """A part of parameter `source`, [n, k] or for a bias [n].
 
-    `at` describes each of the parameter's dimensions. ("at", i) is one place. ("n", start, step) and ("k",
-    start, step) are slices that become that dimension of the piece. ("both", start, n's step, k's step) is
-    the only dimension of a parameter and holds both.
+    `at` describes each dimension of the parameter. ("at", i) is the single index i. ("n", start, step) and
+    ("k", start, step) are slices that become dimension n or k of the piece. ("both", start, step of n, step
+    of k) describes a parameter with one dimension, which holds both n and k.
     """
 
     source: int
@@ -56,14 +57,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assembly:
-    """A weight [E, parts * n, k] that is put together from many parameters: for each expert its parts, in
-    order."""
+    """A weight [E, parts * n, k] that is joined from many parameters. Each expert has its parts in order."""
 
     experts: tuple[tuple[Piece, ...], ...]
     n: int
     k: int
     interleaved: bool = False
-    """True if rows of the parts alternate, as a fused activation may want gate and up."""
+    """True if rows of the parts alternate. A fused activation may need gate and up in this order."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -102,8 +102,8 @@ class Assembly:
 class PackSpec:
     """How a weight is packed.
 
-    `transposed`: it is stored as [E, K, N]. `assembly`: how it is put together first. `interleave`: rows of
-    all gates, then all ups, become gate 0, up 0, gate 1, ...
+    `transposed`: the weight is stored as [E, K, N]. `assembly`: how it is joined first. `interleave`: rows in
+    the order of all gates, then all ups, are reordered to gate 0, up 0, gate 1, ...
     """
 
     format: str
@@ -117,14 +117,15 @@ class PackSpec:
         return len(packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (1,), 1, 1))
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of the packed tensors of a weight that is stored with this shape."""
+        """Return shape and dtype of each packed tensor, given the shape in which the weight is stored."""
         if self.assembly is not None:
             stored = self.assembly.shape
         e, n, k = (stored[0], stored[2], stored[1]) if self.transposed else stored
         return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
 
     def pack(self, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Quantise and reorder. The result is never an inference tensor, in whatever mode the caller is."""
+        """Quantise and reorder. The result is never an inference tensor, even if the caller is in inference
+        mode."""
         with torch.inference_mode(False), torch.no_grad():
             w = self.assembly.build(*weights) if self.assembly is not None else weights[0].detach()
             if self.transposed:
@@ -170,12 +171,12 @@ class Prequantized:
     parts: Callable[..., Parts]
     """Converts the `inputs` tensors to the plain layout."""
     transposed: bool = False
-    """True if it is quantised along the last dimension but one."""
+    """True if the weight is quantised along its second to last dimension."""
     inputs: int = 1
     scale_dtype: torch.dtype | None = None
     """The dtype of the block scales, if the format allows several."""
     batch_invariant: bool = False
-    """True if its layout is batch invariant."""
+    """True if the layout of the weight is batch invariant."""
 
 
 def prequantized(x: Any) -> Prequantized | None:
@@ -234,8 +235,8 @@ def _is_transposed(w: Any) -> bool:
 
 
 def _kind(w: Any) -> str:
-    """Return the kind of a tensor without the quantisation of its activations, which is the backend's
-    option."""
+    """Return the kind of a tensor. It leaves out how activations are quantised, which an option of the
+    backend decides."""
     own = " (its act_quant_kwargs give way to the option `activation`)" if w.act_quant_kwargs else ""
     return f"torchao {type(w).__name__}{own}"
 
@@ -250,17 +251,18 @@ def _format(w: Any) -> str:
     return "mxfp4"
 
 
-# --- what a rewritten graph gets ---
+# --- the inputs of a rewritten graph ---
 
 
 @dataclass(frozen=True)
 class StoredSpec:
-    """Operands [E, parts * n, k] that are put together from weights in 4 bits: stacked, reordered, never
-    decoded.
+    """Operands [E, parts * n, k] that are joined from weights in 4 bits. The weights are stacked and
+    reordered, but never decoded.
 
-    If the parts of an expert have different global scales (gate and up), they are stored under the first
-    one's. The down weight's `rescale` then has that (gate, up) pair for each expert, and the missing factor
-    up / gate is multiplied into down's global scale. That is exact as long as the activation is linear in up.
+    If the parts of an expert (gate and up) have different global scales, the scale of the first part is
+    stored for both. The down weight's `rescale` then has the pair (gate, up) of scales for each expert, and
+    the missing factor up / gate is multiplied into down's global scale. This is exact as long as the
+    activation is linear in up.
     """
 
     format: str
@@ -276,7 +278,7 @@ class StoredSpec:
 
     def shapes(self, stored: tuple[int, ...]) -> list[tuple[tuple[int, ...], torch.dtype]]:
         e, n, k = self.assembly.shape
-        dtypes = {h.scale_dtype for h in self.sources}  # of several dtypes, take the widest
+        dtypes = {h.scale_dtype for h in self.sources}  # if there are several dtypes, take the widest
         scale_dtype = dtypes.pop() if len(dtypes) == 1 else FORMATS[self.format].wide_scale_dtype
         return packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k, scale_dtype)
 
@@ -316,13 +318,14 @@ class StoredSpec:
 
 
 Spec = PackSpec | JoinSpec | StoredSpec
-"""How graph inputs are made from weights. It serves as a key."""
+"""Says how graph inputs are made from weights. Specs are hashable and are used as keys."""
 
 
 def stored_spec(
     sources: Sequence[fx.Node], ways: tuple[Prequantized, ...], assembly: Assembly, layout: str, site: fx.Node
 ) -> StoredSpec:
-    """Return the spec for weights that are all in 4 bits, in one format, and used along the right dimension.
+    """Return the spec for weights in 4 bits. All must have one format, and must be used along the dimension
+    in which they are quantised.
 
     ways: how to read the sources that are in 4 bits.
     """

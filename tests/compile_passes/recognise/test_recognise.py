@@ -48,7 +48,7 @@ GROUPED = [
         "bias[ids] for each row",
     ),
     ("weights not sorted", SINGLE, "routing weights are not in the order", "weights.flatten()[perm]"),
-    ("permuted again", SINGLE, "other than the inverse permutation", "y[perm.argsort()]"),
+    ("permuted again", SINGLE, "not put back by the inverse permutation", "y[perm.argsort()]"),
     ("sum over tokens", SINGLE, "not over the choices", "rows.view(T, k, H).sum(1)"),
     (
         "weight is written to",

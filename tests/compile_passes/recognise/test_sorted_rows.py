@@ -140,10 +140,10 @@ def test_ids_in_one_dimension(changed):
         ("biases clamped to fewer experts", "bias is not in the order of the sorted rows"),
         ("masked before the bias", "other than each row's expert bias"),
         ("masked by ones", ""),
-        ("counted from 1", "other than the inverse permutation"),
-        ("added up", "other than the inverse permutation"),
-        ("the inverse of another sort", "other than the inverse permutation"),
-        ("descending argsort", "other than the inverse permutation"),
+        ("counted from 1", "not put back by the inverse permutation"),
+        ("added up", "not put back by the inverse permutation"),
+        ("the inverse of another sort", "not put back by the inverse permutation"),
+        ("descending argsort", "not put back by the inverse permutation"),
     ],
 )
 def test_two_products(changed, reason):
