@@ -1,4 +1,4 @@
-"""Loads the compiled operators and registers what belongs to them: fakes, and kernels written in Python."""
+"""Loads the compiled operators, and registers their fakes and the kernels that are written in Python."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def _register() -> None:
     # These register operators of torch's own operations.
     from . import distributed, step_operators  # noqa: F401
     from .backends import operators
-    from .meta import dtensors, fakes, gradients  # noqa: F401  registers the fake kernels, and what is refused
+    from .meta import dtensors, fakes, gradients  # noqa: F401  registers fakes, and kernels that refuse calls
 
     operators.register()

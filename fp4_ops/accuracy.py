@@ -38,7 +38,7 @@ def add_commands(commands: Any) -> None:
         "--activations", nargs="+", choices=list(ACTIVATION_MODES), default=list(ACTIVATION_MODES)
     )
     parser.add_argument(
-        "--windows", type=int, default=64, help="most windows of text to evaluate on (default: 64)"
+        "--windows", type=int, default=64, help="most windows of the text that are evaluated (default: 64)"
     )
     parser.add_argument("--json", type=Path, help="also write the table here")
     parser.set_defaults(run=partial(_run, _eval))
@@ -153,7 +153,7 @@ def _calibration(args: argparse.Namespace, model: nn.Module, methods: list[str])
         return None
     if args.calibration is None:
         left_out = ", ".join(m for m in methods if METHODS[m].calibration != "none")
-        print(f"no --calibration text: without {left_out}")
+        print(f"no --calibration text, so these methods are left out: {left_out}")
         return None
     windows = _windows(args, model, args.calibration, args.calibration_windows)
     return calibrate(model, windows, full="full" in kinds, batch=args.batch)

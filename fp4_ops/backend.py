@@ -47,7 +47,7 @@ def fp4(
 
 
 PATIENCE = 5.0
-"""Seconds after which a compilation says that it goes on."""
+"""After this number of seconds, a message says that a compilation is still running."""
 
 _said = threading.Event()
 

@@ -40,7 +40,7 @@ def moe_slots(
     w13_bias, w2_bias, slots, state, *, format, layout="plain", activation="silu", a_format="none",
     out_dtype=None,
 ):  # fmt: skip
-    """Reads the experts where they are, and leaves the slots alone."""
+    """Runs the experts from where they are stored. Does not use the slots."""
     weights = w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale, w13_bias, w2_bias
     experts = checks.check_moe(
         x, topk_ids, topk_weights, *weights[:6], format, layout, activation, a_format, w13_bias, w2_bias

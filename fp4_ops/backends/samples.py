@@ -1,8 +1,8 @@
-"""Samples of tensors: a few short runs of bytes of each matrix, kept to be compared with memory later.
+"""Takes samples of tensors: a few short runs of bytes of each matrix, to compare with the memory later.
 
-A kernel or a library may write to a tensor without a trace (a fused optimizer, a collective, `p.data += d`).
-To read the whole tensor again would cost more than 4 bits save. Samples notice a change of many values, and
-a CPU compares one run in nanoseconds. They notice every change of the bytes that they hold, and no other
+A kernel or a library may write to a tensor without a new version (a fused optimizer, a collective, `p.data +=
+d`). To read the whole tensor again would cost more than 4 bits save. Samples notice a change of many values,
+and a CPU compares one run in nanoseconds. They notice every change of the bytes that they hold, and no other
 change.
 """
 

@@ -105,7 +105,7 @@ class CalibratedLayers:
         return Codes(packed, block_scale, global_scale)
 
     def forget(self, layer: int) -> None:
-        """Frees a layer's codes, which nobody will ask for again."""
+        """Frees a layer's codes, which are no longer needed."""
         self._headers.pop(layer, None)
         self._file(layer).unlink(missing_ok=True)
 

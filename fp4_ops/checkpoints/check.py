@@ -44,7 +44,7 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
         if unknown:
             _warn(
                 f"fp4: {len(unknown)} matrices are in layers that the model of {folder.path} does not have "
-                f"({unknown[0]} and the like); load_checkpoint will refuse the result for their sake, unless "
+                f"({unknown[0]} and the like); load_checkpoint refuses the result then, unless "
                 "its config has those layers"
             )
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
@@ -68,14 +68,15 @@ def _check_others(
     weights: dict[str, StoredWeight],
     filled: set[str],
 ) -> None:
-    """Raises CheckpointError for weights of the model that no tensor of the result fills, or one of another
-    shape.
+    """Raises CheckpointError for weights of the model that no tensor of the result fills, or that a tensor of
+    another shape fills.
 
     filled: the parameters that our loader fills.
 
-    transformers is asked, with tensors on the meta device, because only it knows which may be missing. If it
-    cannot say, nothing is checked, and a warning says so. If the config names no class of transformers, the
-    model may be of another class than the one that is asked, so there is only a warning.
+    transformers compares them with its model, on the meta device, because only transformers knows which
+    weights may be missing. If this fails, nothing is checked, and a warning says so. If the config names no
+    class of transformers, the model may be of another class than the compared one, so there is only a
+    warning.
     """
     from transformers import AutoConfig
 

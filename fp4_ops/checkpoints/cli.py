@@ -61,7 +61,7 @@ def _quantize(args: argparse.Namespace) -> None:
         sys.exit(str(error))
     except OSError as error:
         sys.exit(
-            f"fp4: {error.filename or args.out}: {error.strerror or error}. Once that is put right, the same "
+            f"fp4: {error.filename or args.out}: {error.strerror or error}. Once this is fixed, the same "
             "command continues with the first file that is not done"
         )
     print(report)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from .calibrated import CalibratedLayers
 
 IN_FLIGHT = 64 << 20
-"""The most bytes that are read ahead of the quantiser, and the most that wait to be written."""
+"""The largest number of bytes that are read ahead of the quantiser, and also that wait to be written."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Endings of files that hold weights or list them. These are not copied."""
@@ -116,7 +116,8 @@ def quantize_checkpoint(
 
     source: a folder of safetensors files in bfloat16, float16 or float32, and its config.json.
     out: a folder that does not exist, is empty, or holds what an earlier run of the same command left.
-    format: the experts'. attention, dense, head: formats for linear layers outside the experts, or "keep", as
+    format: the format of the experts. attention, dense, head: formats for linear layers outside the experts,
+    or "keep", as
         in `fp4_ops.prepare`. These layers are rounded, whatever the method is.
     method: one of fp4_ops.quantization.METHODS. The gate and up matrices of an expert are quantised as one,
         so that they have one global scale.
@@ -126,7 +127,7 @@ def quantize_checkpoint(
 
     The memory needed is a few matrices, whatever the size of the files. With calibration it is the model
     without its experts, the experts of one decoder layer, the moments of their inputs (float32 [E, K, K] for
-    gptq), and what a layer puts out for all tokens; the layers' codes wait beside the result in files.
+    gptq), and the outputs of a layer for all tokens. The layers' codes wait in files beside the result.
 
     Raises CheckpointError, naming file and tensor, if something cannot be read or quantised. `out` then has
     no config.json.
@@ -239,7 +240,8 @@ def _runs(units: list[Unit], nbytes: int) -> Iterator[list[Part]]:
 
 
 class _Pipeline:
-    """One thread reads ahead, several quantise one matrix each, and one writes. Copies skip the quantisers.
+    """One thread reads ahead, several threads quantise one matrix each, and one thread writes. Tensors that
+    are only copied skip the quantisers.
 
     At most IN_FLIGHT bytes wait on either side. Each quantising thread uses only itself: threads that spin
     while they wait for each other would slow the reading and writing threads.
@@ -388,7 +390,7 @@ class _Pipeline:
             if self.method.name == "rtn" or part.unit.rounded:
                 packed, block_scale, factor = torch.ops.fp4.quantize(matrix, format)
             else:
-                k = matrix.shape[-1]  # calibrated methods get here for matrices that no text reaches
+                k = matrix.shape[-1]  # a calibrated method comes here for matrices that no text reaches
                 nothing = matrix.new_zeros(k, k) if self.method.calibration != "none" else None
                 packed, block_scale, factor = quantize_weight(
                     matrix, format, self.method.name, calibration=nothing

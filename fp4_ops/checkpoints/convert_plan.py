@@ -30,17 +30,17 @@ class Unit:
     reads: list[tuple[TensorInfo, ...]]
     """Each entry is one matrix [N, K], or two that are quantised as one [gate; up]."""
     names: list[str]
-    """The resulting weights: one, or gate and up, or one of these and "" for the other, which another file
-    has. Empty: `reads` is one tensor, copied as it is."""
+    """Names of the resulting weights: one name, or those of gate and up. If another file has gate or up, its
+    name here is "". The list is empty if `reads` is one tensor that is copied as it is."""
     outputs: list[Header]
     dialect: Dialect | None = None
     """How the result is stored; None for tensors that are not quantised."""
     transposed: bool = False
-    """The matrices are stored [K, N]."""
+    """True if the matrices are stored as [K, N]."""
     dequantized: bool = False
-    """True if it is in 8 bits and is written in the model's dtype instead of copied."""
+    """True if the tensor is in 8 bits, and is written in the model's dtype instead of copied."""
     rounded: bool = False
-    """True if it is rounded, whatever the experts' method is: a linear layer outside the experts."""
+    """True for a linear layer outside the experts. It is rounded, whatever the experts' method is."""
 
     @property
     def nbytes(self) -> int:
@@ -73,7 +73,7 @@ class Plan:
         """The dtype for weights in 8 bits that do not belong to experts."""
         places = {place: n for n, info in tensors.items() if (place := stack_of(info)) is not None}
         self.stacks = {n: self._is_transposed(owner, places) for (owner, _), n in places.items()}
-        """For each stack, whether it is [E, K, N]."""
+        """Says for each stack whether it is stored as [E, K, N]."""
         singles = [n for n in tensors if MATRIX.match(n)]
         self.gated = any(MATRIX.sub(r"\2", n) in ("gate_proj", "w1") for n in singles)
         if not singles and not self.stacks:

@@ -1,4 +1,5 @@
-"""Joins gate and up to one matrix with one global scale, if a checkpoint gives each its own (nvfp4)."""
+"""Joins gate and up to one matrix with one global scale, if each of them has its own in a checkpoint
+(nvfp4)."""
 
 from __future__ import annotations
 
@@ -80,7 +81,7 @@ class _Half:
         norm(difference) / norm and max(|difference|) / max(|weight|) of the matrix."""
         old = self.scale
         new = (old / factor).clamp(max=E4M3_MAX).float().to(torch.float8_e4m3fn)
-        # Compare products, because a quotient would make an exact fold look inexact.
+        # Compare products of scales. A quotient would be rounded, and an exact fold would look inexact.
         change = (new.double() * factor - old).abs()
         norm = (old.square() * self.squares).sum().sqrt()
         if norm == 0:
@@ -91,7 +92,7 @@ class _Half:
 
 
 def join_rows(gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("gate", "up")) -> Codes:
-    """Joins the two to one matrix [gate; up] with one global scale, as `share_scale` does."""
+    """Joins gate and up to one matrix [gate; up], with one global scale from `share_scale`."""
     return joined(share_scale(gate, up, folds, names))
 
 
@@ -104,13 +105,13 @@ def joined(parts: Sequence[Codes]) -> Codes:
 def share_scale(
     gate: Codes, up: Codes, folds: Folds, names: tuple[str, str] = ("gate", "up")
 ) -> tuple[Codes, Codes]:
-    """Returns the two with one global scale. Their codes stay the same tensors.
+    """Returns gate and up with one global scale. Their codes stay the same tensors.
 
-    If the global scales differ, the ratio is multiplied into block scales: exactly if e4m3 can represent
-    every product, otherwise rounded to the nearest. The common scale is either half's own, or that times a
-    power of two if the other half's block scales would otherwise leave e4m3's range. Of these, the one that
-    changes the two matrices least is chosen. Blocks are weighted by their values: a block that is nearly zero
-    decides nothing, and may vanish.
+    If the global scales differ, their ratio is multiplied into block scales. This is exact if e4m3 can
+    represent every product; otherwise products are rounded to the nearest. Candidates for the common scale
+    are the scale of gate and that of up, and these times a power of two if block scales would otherwise leave
+    e4m3's range. The candidate that changes the two matrices least is chosen. In this comparison, blocks are
+    weighted by their values, so a block that is nearly zero has almost no influence, and may become zero.
 
     Raises CheckpointError if this changes gate or up by more than LIMIT in norm, or one weight by more than
     LIMIT of the largest. names: names of the two, for errors and reports.
@@ -141,8 +142,8 @@ def share_scale(
 
 
 def _candidates(halves: tuple[_Half, _Half]) -> list[Tensor]:
-    """Returns global scales to try, the likeliest first: with the larger one, block scales shrink and none
-    overflows."""
+    """Returns global scales to try. The larger of the two is first, because block scales then become smaller
+    and none overflows."""
     top = max(half.top() for half in halves)
     found = []
     for half in sorted(halves, key=lambda h: -h.factor.item()):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRESS = ".fp4_quantize.json"
-"""The file in which `quantize` notes what it has done. It goes when the result is complete."""
+"""The file in which `quantize` notes its progress. It is removed when the result is complete."""
 
 QUANTIZE = "Quantise the original bf16 weights with `python -m fp4_ops quantize`"
 SAVE = "Load it with the tool that wrote it and save it with save_pretrained, which writes safetensors files"
@@ -77,7 +77,7 @@ def of_tensors(names: Iterable[str]) -> tuple[Foreign, str] | None:
 
 
 def why_no_config(path: Path) -> str:
-    """Says what a folder without a config.json is, and what to do; "" if nothing tells."""
+    """Says what a folder without a config.json is, and what to do. Returns "" if that is not known."""
     if (path / PROGRESS).is_file():
         return "it is the unfinished result of `quantize`. Run the same command again to complete it"
     if (path / "adapter_config.json").is_file():
@@ -91,7 +91,7 @@ def why_no_config(path: Path) -> str:
     if below:
         return f"its folder {below[0].parent.name} has one. Give that"
     if any(path.glob("*.safetensors")):
-        return "it holds weights alone. Fetch the config.json from where they are from, too"
+        return "it holds only weights. Fetch the config.json from the same place, too"
     return ""
 
 
@@ -100,7 +100,7 @@ def why_no_weights(path: Path) -> str:
     files = sorted(f.name for f in path.iterdir() if f.is_file() or f.is_symlink())
     tensors = [name for name in files if name.endswith(".safetensors")]
     if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in tensors):
-        return f"{tensors[0]} and the like need the index. Fetch it from where they are from, too"
+        return f"{tensors[0]} and the like need the index. Fetch it from the same place, too"
     if "adapter_model.safetensors" in tensors:
         return "it is an adapter (PEFT), not a model. Give the folder of the model that it is for"
     if tensors:

@@ -32,7 +32,7 @@ from .ranks import columns
 
 @dataclass
 class LoadReport:
-    """Contents of a checkpoint and how each was loaded."""
+    """The contents of a checkpoint, and how each part was loaded."""
 
     dialect: str
     format: str
@@ -51,7 +51,7 @@ class LoadReport:
     nbytes: int = 0
     """Bytes of the 4-bit weights: codes and scales."""
     memory: MemoryPlan | None = None
-    """Plan of where the weights lie, if `gpu_memory` was given."""
+    """A plan that says where the weights are stored, if `gpu_memory` was given."""
 
     def __str__(self) -> str:
         lines = [

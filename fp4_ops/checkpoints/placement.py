@@ -44,9 +44,9 @@ class Target:
     expert: int | None = None
     """The expert. None means the whole parameter."""
     half: str = ""
-    """"gate" or "up" where two weights are joined along N."""
+    """"gate" or "up" if two weights are joined along N."""
     own: bool = field(default=False, compare=False)
-    """True if transformers' rules do not know the name: it would leave the weight in the file."""
+    """True if transformers' rules do not know the name. transformers would then not load the weight."""
 
 
 Part = tuple[int | None, str]

@@ -8,5 +8,5 @@ from tqdm.auto import tqdm
 
 
 def progress_bar(total: int, what: str, show: bool) -> Any:
-    """Returns a bar that counts bytes. It shows only on a terminal."""
+    """Returns a bar that counts bytes. It is visible only on a terminal."""
     return tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None if show else True)

@@ -1,7 +1,7 @@
 """Divides 4-bit folders over several processes: which experts, or columns of them, this process reads.
 
-transformers shards the parameters that it fills itself by the model's plans. 4-bit weights are read here, so
-the same plans decide here what a process gets. transformers' hooks around the experts then add up the
+transformers shards the parameters that it loads itself by the model's plans. This package reads 4-bit
+weights, so this file applies the same plans to them. transformers' hooks around the experts then add up the
 results.
 """
 

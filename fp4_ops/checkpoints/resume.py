@@ -66,7 +66,7 @@ class Progress:
         write_json(self.file, {"job": self.job, "done": self.files})
 
     def _check_done(self) -> None:
-        """Forgets files of the result that are gone or not whole, so that they are made again."""
+        """Forgets files of the result that are missing or incomplete, so that they are made again."""
         for name in list(self.files):
             try:
                 read_header(self.to / name)
@@ -74,7 +74,7 @@ class Progress:
                 if "calibration" in self.job:  # the codes of their layers no longer exist
                     raise CheckpointError(
                         f"{error}\nfp4: an earlier run wrote it, and its calibrated codes are not kept: "
-                        f"remove {self.to} and begin anew"
+                        f"remove {self.to} and begin again"
                     ) from None
                 self.files.remove(name)
 

@@ -1,4 +1,5 @@
-"""Launches csrc/device/decode.cu: grouped products with a few rows an expert, bound by the weights' bytes."""
+"""Launches csrc/device/decode.cu: grouped products with a few rows for each expert, limited by reading
+weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches csrc/device/gemv.cu: products of few rows, bound by latency, and their weighted sum."""
+"""Launches csrc/device/gemv.cu: products of few rows, limited by latency, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def run(
     early: bool = False,
     topk_weights: Tensor | None = None,
 ) -> None:
-    """Launches gemv, as decode.run. With `topk_weights` [tokens, k], out [tokens, n] sums k weighted rows."""
+    """Launches gemv. The arguments are as in decode.run. With `topk_weights` [tokens, k], out [tokens, n]
+    sums k weighted rows."""
     blocks, columns = multiprocessors(x.device.index), -(-rows // a_div)
     combined = topk_weights is not None
     config = planner.gemv_config(routing, rows, columns, w.n, w.kp, combined, blocks)

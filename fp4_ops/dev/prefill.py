@@ -1,4 +1,5 @@
-"""Launches csrc/sm90/prefill*.cu: grouped products with many rows an expert, bound by tensor cores."""
+"""Launches csrc/sm90/prefill*.cu: grouped products with many rows for each expert, limited by tensor
+cores."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ plain order, int8 rows. With int4 weights in groups of 128, 64 or 32: fp8 rows.
 def gates(gate: Activation, out: torch.dtype) -> bool:
     """True if `run` can apply this activation to results of this dtype.
 
-    Gate and up of a column meet in one lane's sums, and the function must be cheap beside the products.
+    One lane has both gate and up of a column in its sums. The function must be cheap, compared with the
+    products.
     """
     known = gate.gated and gate.function == "silu" and (gate.limit is not None or not gate.up_offset)
     return known and gate.interleaved and out != torch.float32
@@ -48,7 +50,8 @@ def launch(
     route: Tensor | None, routing: Routing, rows: int, out: Tensor, gate: Activation | None, early: bool,
     config: int, leaves_rest: bool = False,
 ) -> None:  # fmt: skip
-    """Launches one of KERNELS. `factor`, float32 [groups], multiplies all results. Else as `run`."""
+    """Launches one of KERNELS. `factor`, float32 [groups], multiplies all results. The other arguments are as
+    in `run`."""
     size = workspace_bytes(kernel, multiprocessors(x.device.index))
     workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
     arguments = PrefillArguments(
@@ -96,7 +99,7 @@ def run(
 
     Rows without an expert become zeros; with `leaves_rest` they are not written.
 
-    The forms of x, and what becomes of the weights:
+    The forms of x, and how each form uses the weights:
 
     - e4m3 [M, kp] in the layout's order, with x_scale [M]. Weights are folded into e4m3.
     - fp16 [M, kp] in the layout's order, from rows.to_half, with x_scale [M]. Weights are exact.
@@ -104,11 +107,11 @@ def run(
       may be None, which means ones. Weights are exact.
     - In layout mma_bf16: int8 [M, kp] with x_scale [kp / 128, M]. Weights are rounded to int8.
 
-    `rows`: M, or the rows of each group where masked.
-    `gate`: out [M, n / 2] of 16 bits, gated in float32; the weight has gate and up rows interleaved, and
-    `gates` says whether the kernels know the activation. `config`: the index of a candidate.
-    `early`: weights may be fetched before the previous kernel ends. Of all that this kernel reads, the
-    previous one may then write only x and x_scale, and all earlier kernels must have ended when it began.
+    `rows`: M, or the rows of each group if the routing is masked. `gate`: out [M, n / 2] of 16 bits, gated in
+    float32; the weight has gate and up rows interleaved, and `gates` says whether the kernels know the
+    activation. `config`: the index of a candidate. `early`: weights may be loaded before the previous kernel
+    ends. The previous kernel may then write x and x_scale, but nothing else that this kernel reads. All
+    kernels before it must have ended when it began.
     """
     of_rows = {torch.float16: "fp16" if w.bf16 else "half", torch.bfloat16: "bf16", torch.int8: "int8"}
     kernel = for_block(of_rows.get(x.dtype, "w4a8"), w.block)
@@ -119,7 +122,8 @@ def run_int4(
     x: Tensor, x_scale: Tensor, w: Int4Weight, route: Tensor | None, routing: Routing, rows: int, out: Tensor,
     *, gate: Activation | None = None, early: bool = False, config: int = CHOOSE,
 ) -> None:  # fmt: skip
-    """Launches csrc/sm90/prefill_int4.cu, as `run`. x is e4m3 [M, kp]; weights are rounded to e4m3."""
+    """Launches csrc/sm90/prefill_int4.cu. The arguments are as in `run`. x is e4m3 [M, kp]; weights are
+    rounded to e4m3."""
     kernel = {128: "int4", 64: "int4_g64", 32: "int4_g32"}[w.group]
     launch(kernel, x, x_scale, w, w.factor, route, routing, rows, out, gate, early, config)
 
@@ -164,9 +168,9 @@ def choose(
 ) -> Choice:
     """Returns the choice of CHOOSE on a GPU of `sms` SMs. The arguments are as for `run` and `candidates`.
 
-    The choice is a candidate, its seconds by the launcher's model, a number of tiles, the tokens of a tile of
-    a dense product (0: as for any group), and whether SMs claim tiles. If fewer than that number of tiles
-    remain after the full waves, all SMs share them (0: never).
+    The choice has a candidate; its time in seconds by the launcher's model; a number of tiles; the tokens in
+    a tile of a dense product (0: the same as for any group); and whether SMs claim tiles. If fewer tiles than
+    that number remain after the full waves, all SMs share them (0: never).
     """
     return choose_of(library(), MODES[routing], groups, rows, n, kp, sms, kernel, config)
 

@@ -1,4 +1,4 @@
-"""Runs collectives of one process group. If a rank never comes, they end with an error that names it.
+"""Runs collectives of one process group. If a rank does not take part, they end with an error that names it.
 
 On the CPU (gloo), a waiting process looks into the group's store every POLL seconds to see if another process
 has given up. A process that gives up writes there that it is alive, waits REPLY seconds for the others to do

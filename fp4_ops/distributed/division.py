@@ -2,8 +2,8 @@
 
 Each spread expert is read by one process. One process has more of the chosen experts than the others, and the
 block waits for it. Split experts are read by all processes in equal parts, but each process then handles the
-rows of all experts. Few tokens therefore favour splitting, all the more if experts are large; many tokens
-favour spreading.
+rows of all experts. So splitting is better for few tokens, especially if experts are large. Spreading is
+better for many tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Division:
     def microseconds(self, kind: str, tokens: int) -> float:
         """Estimates the time of a block whose tokens choose experts at random: max(weights, products) + rows.
 
-        The estimate is valid for up to 512 tokens. With more, rows are in fp8 and move while products run.
-        Either way a process reads, on average, the bytes of chosen * experts / processes whole experts.
+        The estimate is valid for up to 512 tokens. With more tokens, rows are in fp8 and are sent while
+        products run. In both ways, a process reads on average the bytes of chosen * experts / processes whole
+        experts.
         """
         chosen = 1 - (1 - self.top_k / self.experts) ** tokens
         here, pairs = self.experts / self.processes, tokens * self.top_k

@@ -24,7 +24,7 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Local:
-    """The experts of this rank; ids of others are outside [0, len(own))."""
+    """The experts of this rank. Ids of other ranks' experts are outside of [0, len(own))."""
 
     experts: operand_checks.Experts
     num_experts: int

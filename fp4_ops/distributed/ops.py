@@ -1,7 +1,8 @@
-"""`fp4::moe_ep` and `fp4::all_reduce`: `fp4::moe` between torch.distributed's collectives.
+"""Implements `fp4::moe_ep` and `fp4::all_reduce`. The first is `fp4::moe` between torch.distributed's
+collectives.
 
 Sums over ranks are computed in float32 and rounded once to the result's dtype. If the group's ranks have a
-workspace (NVLink), kernels carry the exchange. Each rank's part is then rounded to that dtype before the sum.
+workspace (NVLink), kernels exchange the data. Each rank's part is then rounded to that dtype before the sum.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ def moe_ep(
     format: str, layout: str = "plain", activation: str = "silu", a_format: str = "none",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """out[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]), experts spread over the ranks.
+    """Computes out[t] = sum_j topk_weights[t, j] * expert(topk_ids[t, j], x[t]). The experts are spread over
+    the ranks.
 
-    num_experts: E, the number of experts on all ranks. w13 and w2 hold only this rank's (`own_experts`).
-    topk_ids: numbers among all experts, in [0, E).
-    tokens: "same" if all ranks have the same x, ids and weights; "own" if each has its own, T >= 0.
-    max_tokens: the most tokens that any rank has. It must be the same on all ranks. None: the ranks exchange
+    num_experts: E, the number of experts on all ranks. w13 and w2 hold only the experts of this rank
+    (`own_experts`). topk_ids: numbers among all experts, in [0, E). tokens: "same" if all ranks have the same
+    x, ids and weights; "own" if each has its own, T >= 0. max_tokens: the largest number of tokens of a rank.
+    It must be the same on all ranks. None: the ranks exchange
         their numbers of tokens first.
     """
     experts = group_checks.check_moe_ep(
@@ -60,7 +62,7 @@ def moe_ep(
     space = workspace.of(group_name) if x.is_cuda else None
     if tokens == "same":
         pairs = topk_ids.numel()
-        ids = topk_ids - own.start if own.start else topk_ids  # those of others are in no range
+        ids = topk_ids - own.start if own.start else topk_ids  # ids of other ranks are out of range
         if space is not None and space.sums(x.numel() * dtype.itemsize):
             return space.all_reduce(local.sums(x, ids, topk_weights, pairs, dtype))
         if x.device.type == "cpu":
@@ -118,7 +120,7 @@ def _counts(
             _told(group, OWN, x, ids, weights, max_tokens)
         return [max_tokens] * group.size
     if space is not None and torch.cuda.is_current_stream_capturing():
-        return [x.shape[0]] * group.size  # nothing can be asked for; the kernels compare
+        return [x.shape[0]] * group.size  # the ranks exchange no numbers; the kernels compare them
     return _told(group, OWN, x, ids, weights, -1)
 
 

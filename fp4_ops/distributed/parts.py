@@ -1,7 +1,7 @@
 """Describes the part of an experts module that one process holds: whole experts, or some columns of each.
 
-transformers marks a part with DTensors, and so does other code that names its meshes alike. Shard(0) on a
-mesh "ep" spreads the experts. On a mesh "tp" the rows of gate and up, and the columns of down, are split
+transformers marks a part with DTensors. Other code that gives its meshes the same names does, too. Shard(0)
+on a mesh "ep" spreads the experts. On a mesh "tp" the rows of gate and up, and the columns of down, are split
 along the intermediate size.
 """
 
@@ -29,7 +29,8 @@ class Part:
     rank: int
     group_name: str
     tokens: str = ""
-    """Value of `tokens` of `fp4::moe_ep`. "": the caller passes this process's ids and adds up the results.
+    """The value of `tokens` for `fp4::moe_ep`. "" means that the caller passes the ids of this process and
+    adds up the results.
     """
 
     @property
@@ -139,7 +140,7 @@ def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
             continue
         if part is not None:
             own = p.detach()[part.own.start : part.own.stop]
-            own = own if p.dim() == 3 else own.clone()  # weights are packed soon, which frees all of them
+            own = own if p.dim() == 3 else own.clone()  # packing soon frees the weights, but not these
         elif split_over_processes(p):
             own = local(p.detach())
         else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 
 def own_experts(num_experts: int, processes: int, rank: int) -> range:
-    """Returns the experts of a rank: about num_experts / processes, as DTensor's Shard(0) has them."""
+    """Returns the experts of a rank, about num_experts / processes. DTensor's Shard(0) divides them in the
+    same way."""
     return range(num_experts * rank // processes, num_experts * (rank + 1) // processes)
 
 

@@ -1,8 +1,8 @@
-"""Manages memory that the GPUs of a node address in each other. A process group has one workspace.
+"""Manages memory that all GPUs of a node can address. A process group has one workspace.
 
-All ranks make it together, once (`connect`, which `prepare` calls), and never inside a captured graph, whose
-kernels hold its addresses. If it cannot be made, the ranks agree on that, and torch.distributed's collectives
-carry the exchange.
+All ranks make it together, once (`connect`, which `prepare` calls). They never make it inside a captured
+graph, because kernels of the graph hold its addresses. If it cannot be made, all ranks agree on that, and
+torch.distributed's collectives exchange the data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ HERE = Path(__file__).parent
 FITTED = {name: int(value) for name, value in read(HERE / FILE)["exchange"].values.items()}
 """Thresholds that were measured between GPUs (docs/kernels.md)."""
 WORD_BYTES = FITTED["word_bytes"]
-"""Most bytes to one rank that carry their own flags, which doubles the data and saves a fence."""
+"""Up to this number of bytes to one rank, words carry their own flags. This doubles the data and saves a
+fence."""
 SUM_WORD_BYTES = FITTED["sum_word_bytes"]
 """The same threshold for a reduction, where every rank sends all of its data."""
 TWO_STEPS_BYTES = {2: FITTED["two_ranks_two_steps_bytes"]}
@@ -47,7 +48,7 @@ GATHER_BLOCKS, GATHER_WORD_BLOCKS = FITTED["gather_blocks"], FITTED["gather_word
 REDUCE_BLOCKS, REDUCE_WORD_BLOCKS = FITTED["reduce_blocks"], FITTED["reduce_word_blocks"]
 REDUCE_TURNS = FITTED["reduce_turns"]
 SUM_BLOCKS, SUM_TURNS = FITTED["sum_blocks"], FITTED["sum_turns"]
-"""Number of thread blocks of a reduction, and of turns in which each sends its data."""
+"""The number of thread blocks of a reduction, and the number of turns in which each block sends its data."""
 MAX_TOKENS = 4096
 
 
@@ -60,7 +61,7 @@ class Layout:
 
     def __init__(self, ranks: int, max_tokens: int, row_bytes: int) -> None:
         rows = ranks * max_tokens
-        # A piece of a row carries 8 bytes of 16; slots' ids and weights are 8 bytes each.
+        # A piece of 16 bytes of a row carries 8 bytes of data; ids and weights of slots have 8 bytes each.
         most_tokens = WORD_BYTES // 256  # rows so short that their slots weigh more have plain data
         self.word_stride = _aligned(2 * WORD_BYTES + 16 * nvlink.MOST_TOP_K * min(max_tokens, most_tokens))
         self.part_stride = _aligned(max_tokens * row_bytes)
@@ -269,7 +270,7 @@ def of_same_ranks(group_name: str) -> tuple[str, Workspace] | None:
 def connect(what: str, group_name: str, device: torch.device, hidden_bytes: int, max_tokens: int) -> str:
     """Makes the group's workspace for rows of so many bytes, unless there is one. All ranks must call it.
 
-    Returns "", or why the ranks have none: then torch.distributed's collectives carry the exchange.
+    Returns "", or the reason why the ranks have none. torch.distributed's collectives then exchange the data.
     """
     group = Group.named(what, group_name)
     if group.size == 1:
@@ -293,7 +294,7 @@ def connect(what: str, group_name: str, device: torch.device, hidden_bytes: int,
     reason = ""
     try:
         made = _rendezvous(group, device, row_bytes, most)
-    except Exception as error:  # whatever this driver or torch cannot do
+    except Exception as error:  # this driver or torch may lack support
         reason = f"symmetric memory failed: {in_short(error)[:200]}"
     reason = _agreed(group, device, reason)
     if reason or made is None:
@@ -384,7 +385,7 @@ def _without_multicast() -> Iterator[None]:
 def _patience(group: Group, device: torch.device) -> float:
     """Returns the group's timeout in seconds (`init_process_group(timeout=...)`).
 
-    It outlasts compilations.
+    It is longer than a compilation takes.
     """
     try:
         seconds: float = group.group._get_backend(device).options._timeout.total_seconds()

@@ -20,12 +20,12 @@ from .zero3 import emptied
 
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# All experts modules of transformers name their weights like this; is_transposed on the module says the rest.
+# All experts modules of transformers use these names. `is_transposed` of the module gives the orientation.
 GATED = ExpertsForm("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 UNGATED = ExpertsForm("up_proj", "down_proj", "up_proj_bias", "down_proj_bias")
 OTHERWISE = (
     "torch.compile(model, backend='fp4') reads graphs, not modules, and may rewrite experts that prepare "
-    "does not take, whole or in parts; fp4_ops.explain says what becomes of them"
+    "does not take, whole or in parts; fp4_ops.explain says what happens to them"
 )
 """Advice where `prepare` does nothing."""
 TOO_NARROW = (
@@ -37,9 +37,11 @@ TOO_NARROW = (
 def find_experts(
     model: nn.Module, lists: Collection[str] = (), unlike: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[dict[str, Any], dict[str, Plan], dict[str, str]]:
-    """Returns a model's experts modules by name, in order; the plan for each; and why some are left alone.
+    """Returns three things: a model's experts modules by name, in order; the plan for each; and the reasons
+    why some are left alone.
 
-    lists, unlike: the lists of experts that are modules of their own, and why other lists are left alone.
+    lists: the lists whose experts are modules of their own. unlike: the reasons why other lists are left
+    alone.
 
     Raises ValueError if there is nothing to do.
     """

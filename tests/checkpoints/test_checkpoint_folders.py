@@ -194,7 +194,7 @@ FOLDERS = {
     "a pipeline": ("model_index.json", "a pipeline of diffusers"),
     "the hub's cache": ("snapshots/0af3/config.json", "Give its snapshot, .*snapshots/0af3"),
     "below": ("sub/config.json", "its folder sub has one. Give that"),
-    "weights alone": ("model.safetensors", "it holds weights alone. Fetch the config.json"),
+    "weights alone": ("model.safetensors", "it holds only weights. Fetch the config.json"),
 }
 
 

@@ -20,7 +20,7 @@ BOUND = 4e-3
 """Bound of the error of bfloat16 results against float64."""
 K, EPS = 2048, 1e-6
 ROWS = (1, 8, 16)
-"""Most rows of each of the kernel's forms that a step uses, and one row."""
+"""Numbers of rows that are checked: one row, and the largest number for each form of the kernel in a step."""
 SEQUENCES = 160
 """Sequences whose heads fill a GPU, so that no keys are divided."""
 
@@ -47,8 +47,9 @@ def _largest(name: str, error: Callable[[torch.dtype, str, int], float], sizes: 
 
 
 def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
-    """Returns the error of an addend and a norm before three products, of a product with a residual, and of a
-    norm that rounds after its weight. `early`: as in a step, where a kernel makes x just before.
+    """Returns the largest error of three calls: an addend and a norm before three products, a product with a
+    residual, and a norm that rounds after its weight. They run with `early`, as in a step, where the kernel
+    before makes x.
     """
 
     def draw(*shape: int) -> Tensor:

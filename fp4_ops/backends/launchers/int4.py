@@ -19,8 +19,8 @@ def prepack(packed: Tensor, block_scale: Tensor, fmt: Format) -> tuple[Tensor, T
     blocks = kp // fmt.block
     held, factor = _divide(block_scale.float())
     codes = _nibbles(F.pad(packed.contiguous(), (0, kp // 2 - half))).view(torch.int32)
-    # From rows 2g and 2g + 1, blocks t and words s of each step of 64 k, to the order in which lane 4g + t
-    # reads a tile.
+    # Reorder the words as lane 4g + t reads a tile: from rows 2g and 2g + 1, and from blocks t and words s of
+    # each step of 64 k.
     words = codes.view(*lead, n // 16, 8, 2, kp // 64, 4, 2)
     words = words.permute(*range(d), d, d + 3, d + 1, d + 4, d + 2, d + 5).reshape(*lead, n, kp // 8)
     held = F.pad(held, (0, blocks - held.shape[-1])).view(*lead, n // 16, 16, blocks).transpose(-1, -2)

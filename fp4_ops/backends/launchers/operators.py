@@ -44,8 +44,8 @@ def quantize_fp8(x, *, layout="plain"):
 
 
 def _exact_rows(a, a_scale, a_global_scale, a_format):
-    """Converts packed rows to bfloat16 values and a float32 factor for each row, without rounding. If the
-    factor is None, it is one for all rows.
+    """Converts packed rows to bfloat16 values and a float32 factor for each row, without rounding. A factor
+    of None means 1 for all rows.
     """
     fmt = FORMATS[a_format]
     ones = a.new_ones(a.shape[:-2], dtype=torch.float32) if fmt.has_global_scale else None

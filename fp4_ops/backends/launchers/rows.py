@@ -15,7 +15,7 @@ from .library import DTYPE_CODES, FUNCTIONS, address, call, gate_fields, stream
 LAYOUT = LAYOUTS["sm90"]
 ROUTE_CHUNK = 1024
 MAX_WIDTH, MAX_FP4_WIDTH = 32768, 16384
-"""Most columns of a row, because one thread block of the row kernels holds a whole row."""
+"""The largest number of columns of a row. One thread block of the row kernels holds a whole row."""
 SAME, FP8, HALF = range(3)
 """Values of `Form` in csrc/device/interface.h."""
 E8M0_BINADES = 17

@@ -15,7 +15,7 @@ from ...runtime import native
 from .library import DTYPE_CODES, address, call, library, stream
 
 MAJOR = 12
-"""Compute capability of the GPUs whose tensor cores have the instruction, without its second number."""
+"""Major compute capability of the GPUs whose tensor cores have the instruction."""
 PART, COLUMNS, SCALE_BYTES = 64, 8, 4
 """K must be a multiple of PART, N of COLUMNS, and rows of scales begin at multiples of SCALE_BYTES."""
 DENSE, CONTIGUOUS, MASKED = range(3)
@@ -63,7 +63,7 @@ class Weights(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Which rows a group has. Rows of no group become zeros."""
+    """Assigns rows to groups. Rows that belong to no group become zeros."""
 
     mode: int
     group_rows: Tensor | None = None
@@ -88,14 +88,15 @@ def takes(n: int, k: int) -> bool:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """Returns `t`, or a copy if it begins inside 16 bytes, which the kernels copy at once."""
+    """Returns `t`, or a copy if its address is not a multiple of 16. The kernels copy 16 bytes at a time."""
     return t.clone() if t.data_ptr() % 16 else t
 
 
 def arguments(
     x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
 ) -> tuple[ScaledArguments, tuple[Tensor, ...]]:
-    """Returns the arguments of a launch, and tensors that they point into, which must live until then.
+    """Returns the arguments of a launch, and the tensors that they point to. These must live until the
+    launch.
 
     `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1.
     """
@@ -120,7 +121,8 @@ def arguments(
 def multiply(
     x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
 ) -> None:
-    """Computes row r of `out`: row r // a_div of `x` by the weights of row r's group, plus the bias.
+    """Computes row r of `out`: row r // a_div of `x`, multiplied by the weights of row r's group, plus the
+    bias.
 
     The other arguments are those of `arguments`.
     """

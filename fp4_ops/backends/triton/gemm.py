@@ -430,7 +430,7 @@ def gemm_kernel(
     else:
         acc = acc * factor
     if SPLIT_K > 1:
-        # Who sums the parts masks the padding and adds the bias.
+        # The kernel that sums the parts masks the padding and adds the bias.
         o = out_ptr + split * out_rows.to(tl.int64) * n + out_row[None, :] * n + offs_n[:, None]
         tl.store(o, acc, mask=mask_n[:, None] & written[None, :])
         return

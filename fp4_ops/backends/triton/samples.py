@@ -90,7 +90,8 @@ def check(error: int) -> None:
 
 @functools.cache
 def recording(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream for recording, in which nothing ever runs. (Others also use torch's own streams.)"""
+    """Returns a stream for recording, in which nothing ever runs. torch's own streams may be used by other
+    code."""
     made = ctypes.c_void_p()
     check(driver().cuStreamCreate(ctypes.byref(made), NON_BLOCKING))
     return torch.cuda.ExternalStream(made.value, device)
@@ -99,9 +100,9 @@ def recording(device: torch.device) -> torch.cuda.Stream:
 class Watch:
     """Compares the samples with the tensors' current bytes, at a point in the work of one stream.
 
-    `begin` launches the comparison, a CUDA graph of one kernel, with one call of the driver. This call is all
-    that it adds to a step; it counts, because steps of a small model wait for the host. The kernel writes its
-    answer to host memory. The host looks for it there while later work runs.
+    `begin` launches the comparison, a CUDA graph of one kernel, with one call of the driver. A step has no
+    other cost on the host. The cost matters, because steps of a small model wait for the host. The kernel
+    writes its answer to host memory. The host looks for it there while later work runs.
     """
 
     def __init__(self, samples: Runs) -> None:

@@ -33,11 +33,11 @@ class Tile:
 _DATA = groups("triton")["tiles"].values
 
 SHAPES = tuple(Tile(*numbers) for numbers in _DATA["shapes"])
-"""Tiles in order of preference, each with the most stages that pay. If it does not fit, fewer stages are
-tried.
+"""Tiles in order of preference, each with the largest useful number of stages. If a tile does not fit, fewer
+stages are tried.
 
-Weights are read once for each tile of tokens, so decode wants the fewest tokens that hold an expert's rows;
-prefill wants many, so that each expanded weight is used often.
+Weights are read once for each tile of tokens. For decode, the best tile has the smallest number of tokens
+that holds an expert's rows. For prefill it has many tokens, so that each expanded weight is used often.
 """
 CANDIDATES = tuple(replace(t, stages=s) for t in SHAPES for s in range(t.stages, 1, -1))
 
@@ -149,7 +149,7 @@ def tokens(rows_per_expert: int) -> int:
 
 
 def usable(tile: Tile, problem: Problem, device: Device) -> bool:
-    """True if the tile makes sense for the problem. Whether it fits is another question."""
+    """True if the tile is useful for the problem. Whether it fits is another question."""
     sums = tile.block_n * tile.block_m
     # On Hopper, 264 to 408 bytes of each thread spilled if rows come from a map and have factors.
     crowded = problem.two_sums or problem.bytes or problem.scaled

@@ -6,7 +6,7 @@ wrote it but it cannot be read, it raises a CheckpointError that says what to do
 file and a line in ROOMS.
 
 Nothing is guessed from values. For example, the second scale of nvfp4 in compressed-tensors is the reciprocal
-of the one in ModelOpt. Only their names differ; the numbers do not tell which is which.
+of the second scale in ModelOpt. Only the names of the tensors say which of the two it is.
 """
 
 from __future__ import annotations

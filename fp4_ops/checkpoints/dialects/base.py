@@ -164,7 +164,7 @@ class Dialect(ABC):
 
     @property
     def _misfit(self) -> str:
-        """The end of an error about tensors that the config does not describe."""
+        """Returns the end of an error message about tensors that the config does not describe."""
         return (
             f", as config.json says {self.name}. Take the config.json that was written with the files, or "
             "export the folder again"

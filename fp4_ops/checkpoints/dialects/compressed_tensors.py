@@ -59,7 +59,7 @@ _EIGHT = ("float-quantized", "int-quantized", "naive-quantized", "mxfp8-quantize
 
 
 def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
-    """Returns the dialects of `config_groups`. A group without a format of its own has the config's."""
+    """Returns the dialects of `config_groups`. A group without a format has the format of the config."""
     if config.get("quant_method") != "compressed-tensors":
         return None
     KEYS.check(config, where)
@@ -68,7 +68,7 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
         WEIGHT_KEYS.check((group or {}).get("weights"), where, f"{of}, weights")
     whole = config.get("format")
     groups = list((config.get("config_groups") or {}).values()) or [{}]
-    # A group that quantises no weights is about activations or the cache.
+    # A group that quantises no weights describes activations or the cache.
     groups = [g for g in groups if g.get("weights") or g.get("format") or len(groups) == 1]
     found: dict[str, list[Dialect]] = {}
     for group in groups:
@@ -87,8 +87,8 @@ def claims(config: dict[str, Any], where: str) -> tuple[Dialect, ...] | None:
 
 
 def _told_apart(alike: list[Dialect], where: str) -> list[Dialect]:
-    """Return one dialect for groups that differ in their targets alone, or, of int4 in several group sizes,
-    one for each, with its targets."""
+    """Return one dialect if the groups differ only in their targets. For int4 with several group sizes,
+    return one dialect for each size, with its targets."""
     plain = list(dict.fromkeys(replace(dialect, targets=()) for dialect in alike))
     if len(plain) == 1:
         return plain

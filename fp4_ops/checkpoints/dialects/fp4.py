@@ -1,4 +1,4 @@
-"""The arithmetic of weights in nvfp4 and mxfp4, for tensors of any name."""
+"""Decodes weights in nvfp4 and mxfp4. The names of their tensors are given by the dialect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def holds_nan(scale: Tensor) -> bool:
     raw = scale.view(torch.uint8)
     words, ones = raw, 1
     if raw.is_contiguous() and raw.numel() % 8 == 0 and raw.storage_offset() % 8 == 0:
-        # Eight bytes at a time: a small tensor is then too short for several threads to wait for each other.
+        # Compare eight bytes at a time. Small tensors then have too few elements for torch to use several
+        # threads.
         words, ones = raw.view(-1).view(torch.int64), 0x0101010101010101
     # NaN is s1111111 in e4m3 and 0xff in e8m0. One more carries into the sign's bit, and into no other byte.
     carried = (words & 0x7F * ones) + ones
@@ -33,8 +34,8 @@ class FP4Dialect(Dialect):
     reciprocal: bool = False
     """True if the stored global scale is a divisor: value = code * block_scale / global_scale."""
     wider: int = 0
-    """Another possible number of elements along K that share a scale: several of the format's blocks. The
-    scale's shape decides.
+    """Another possible number of elements along K that share a scale, a multiple of the format's block. The
+    shape of the scale says which one applies.
     """
 
     @property

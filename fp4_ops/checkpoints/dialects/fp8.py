@@ -1,4 +1,5 @@
-"""8-bit weights, float or integer: in folders with 4-bit weights, or in folders that are to be quantised."""
+"""Decodes 8-bit weights, float or integer. They occur beside 4-bit weights, and in folders that will be
+quantised."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ class EightBits(Dialect):
     """Weights with value = code * scale. There is one scale for the weight, for each row, for each block, or
     (MXFP8) for each 32 elements along K.
 
-    The scale's shape says which. The config gives the sizes of blocks. No operator computes with such
-    weights, so they become weights in the model's dtype.
+    The shape of the scale says which of these it is. The config gives the size of the blocks. No operator
+    computes with such weights, so they become weights in the model's dtype.
     """
 
     code_dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)

@@ -1,4 +1,4 @@
-"""The arithmetic of symmetric int4 weights, with one scale for each group along K or for each row."""
+"""Decodes symmetric int4 weights, with one scale for each group along K or for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes weights: in compressed-tensors' dialects, or for GPT-OSS in mxfp4 in GPT-OSS's own."""
+"""Writes weights in compressed-tensors' dialects, or those of GPT-OSS in mxfp4 in GPT-OSS's own dialect."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ def writing_dialect(
 ) -> Dialect:
     """Return the dialect that is written for weights in one format.
 
-    It is compressed-tensors', or GPT-OSS's own where its blocks divide every K. GPT-OSS's holds experts
-    alone, so a folder with other weights in 4 bits (`experts_alone=False`) does not have it.
+    It is a dialect of compressed-tensors. For GPT-OSS it is GPT-OSS's own dialect, if its blocks divide every
+    K. That dialect can only hold experts, so a folder with other weights in 4 bits (`experts_alone=False`)
+    does not use it.
 
     Raises ValueError for int4 with a K that `pack-quantized` cannot hold, because readers divide a row into
     groups of one size.
@@ -49,8 +50,8 @@ EXPERTS_TARGET = r"re:.*experts\.\d+\..*"
 def describe(groups: Sequence[tuple[Dialect, list[str]]], ignore: list[str]) -> dict[str, Any]:
     """Return the `quantization_config` of a folder in the dialects that are written.
 
-    groups: for each dialect its targets: names of linear layers, or "re:" and a regular expression.
-    ignore: the linear layers that are not in 4 bits.
+    groups: the dialects, each with its targets. A target is the name of a linear layer, or "re:" and a
+    regular expression. ignore: the linear layers that are not in 4 bits.
     """
     if any(dialect.stacked for dialect, _ in groups):
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}

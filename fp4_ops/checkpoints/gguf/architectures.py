@@ -1,8 +1,8 @@
 """Describes llama.cpp's architectures: transformers' names of their tensors, and the config that follows from
 their metadata.
 
-The names are those of the family's own folders, one matrix for each expert, so transformers' rules for the
-family place them.
+The names are the same as in the family's own folders, with one matrix for each expert. So transformers' rules
+for the family find their places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OTHER_CONFIG = (
     "Give from_pretrained config=gguf_config(GGUF.open(path)), both of fp4_ops.checkpoints.gguf, or use "
     "fp4_ops.load_checkpoint"
 )
-"""Advice where the model has other sizes than a GGUF file."""
+"""Advice if the model has other sizes than the GGUF file."""
 
 WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Modules outside of layers."""
@@ -58,7 +58,7 @@ _COMMON = {
     "attention.head_count_kv": "num_key_value_heads", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "expert_used_count": "num_experts_per_tok",
 }  # fmt: skip
-"""The key of the config that has the same value, by the key of the metadata."""
+"""Maps a key of the metadata to the key of the config that has the same value."""
 _GROUPS = {
     "leading_dense_block_count": "first_k_dense_replace", "expert_shared_count": "n_shared_experts",
     "expert_weights_norm": "norm_topk_prob", "expert_weights_scale": "routed_scaling_factor",

@@ -118,7 +118,7 @@ def _scales_of_k(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _k_values(x: Tensor, q: Tensor) -> Tensor:
-    """Values of Q4_K and Q5_K with codes q [n, 8, 32]."""
+    """Returns the values of Q4_K and Q5_K, given codes q [n, 8, 32]."""
     scales, minima = _scales_of_k(x[:, 4:16])
     step, least = _half(x[:, :2]) * scales, _half(x[:, 2:4]) * minima
     return (step[..., None] * q.float() - least[..., None]).flatten(1)

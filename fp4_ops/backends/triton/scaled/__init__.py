@@ -1,8 +1,9 @@
-"""FP4 rows times FP4 weights, both multiplied as they are by Blackwell's tensor cores (`tl.dot_scaled`).
+"""Products of FP4 rows and FP4 weights. Blackwell's tensor cores multiply both directly (`tl.dot_scaled`).
 
-nvfp4 x nvfp4 and mxfp4 x mxfp4 alone: an instruction reads one kind of block scales for both operands. Other
-pairs and other GPUs, and sm_121 with an older Triton, take the rows as bfloat16 values (activations.py).
+Both operands must be nvfp4, or both mxfp4, because an instruction reads one kind of block scales. For other
+pairs, on other GPUs, and on sm_121 with an older Triton, rows are converted to bfloat16 (activations.py).
 
-Nobody has run these kernels: what they compile to, and their arithmetic in Triton's interpreter, is tested.
-Each tile is compared with the dequantised product on the user's GPU before its first use (support.py).
+Nobody has run these kernels on a GPU. Tests check the compiled code, and the arithmetic in Triton's
+interpreter. Each tile is compared with the dequantised product on the user's GPU before its first use
+(support.py).
 """

@@ -1,16 +1,16 @@
-"""The product kernel of FP4 rows and FP4 weights.
+"""Multiplies FP4 rows by FP4 weights in one kernel.
 
     out[row, n] = global[e] * a_factor[source(row)]
                   * sum_k (code[e, n, k] * block_scale[e, n, k // block])
                         * (a_code[source(row), k] * a_scale[source(row), k // block])
                   + bias[e, n]
 
-Weights are the left operand of `tl.dot_scaled`: tcgen05 multiplies 128 rows of it at a time, and tokens may
-be few. Codes go from memory to shared memory by cp.async and are never unpacked. Scales stay in the plain
-order [rows, K / block]: they come by cp.async too, 16 bytes a row at most, and the compiler moves them to
-tensor memory (sm_100) or registers (sm_120) from there. Bytes past K are read as zeros.
+Weights are the left operand of `tl.dot_scaled`, because tcgen05 multiplies 128 rows of it at a time, and
+there may be few tokens. Codes go from memory to shared memory by cp.async and are never unpacked. Scales stay
+in the plain order [rows, K / block]: they come by cp.async too, 16 bytes a row at most, and the compiler
+moves them to tensor memory (sm_100) or registers (sm_120) from there. Bytes past K are read as zeros.
 
-Tensor cores read nvfp4's scales without a sign. A row, or a weight row, that has a negative one becomes NaN.
+Tensor cores ignore the sign of nvfp4's scales. A row, or a weight row, with a negative scale becomes NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Products of FP4 rows and FP4 weights by the CUDA kernels of csrc/sm120, in the place of Triton's.
+"""Multiplies FP4 rows by FP4 weights with the CUDA kernels of csrc/sm120, instead of Triton's.
 
-They run on GPUs of compute capability 12.x that `_sm80.so` was built for. Nobody has run them: they were
-compiled, and emulated. So each format's first use on a GPU is compared with the dequantised product. Triton's
-kernels run if that differs. This module does not need Triton.
+They run on GPUs of compute capability 12.x that `_sm80.so` was built for. Nobody has run them on a GPU: they
+were only compiled and emulated. So each format's first use on a GPU is compared with the dequantised product.
+Triton's kernels run if that differs. This module does not need Triton.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from .spec import Scaled
 
 
 def rows_of(packed, block_scale, factor) -> Rows:
-    """Packed activations of an operator, [..., K/2]; a factor is one for all, one a group or one a row."""
+    """Returns the packed activations [..., K/2] of an operator as rows. `factor` has one number for all rows,
+    one for each group, or one for each row."""
     lead = packed.shape[:-1]
     if factor is not None:
         each = factor.reshape(*factor.shape, *[1] * (len(lead) - factor.dim())).expand(lead)
@@ -97,7 +98,7 @@ def product(prepare, a: Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *ar
 
 
 def _native_route(prepare, m: int, *args) -> tuple[int, launcher.Route]:
-    """Returns the rows (of a group, if masked) and the route of what `prepare` is for."""
+    """Returns the number of rows (of each group, if masked) and the route that `prepare` stands for."""
     if prepare is ops.prepare_dense:
         return m, launcher.Route(launcher.DENSE)
     if prepare is ops.prepare_masked:
@@ -112,7 +113,7 @@ def _native_route(prepare, m: int, *args) -> tuple[int, launcher.Route]:
 
 
 def grouped_mm_k(a: Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-    """As ops.grouped_mm_k, whose groups begin and end with blocks of scales of both operands."""
+    """Does the same as ops.grouped_mm_k. Groups must begin and end at blocks of scales of both operands."""
     m, groups = a.packed.shape[0], offs.shape[0]
     out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=a.packed.device)
     if out.numel() and w.k:
@@ -125,9 +126,10 @@ def moe(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, up: WeightArgs, down: WeightArgs,
     activation: str, out_dtype: torch.dtype,
 ) -> torch.Tensor:  # fmt: skip
-    """fp4::moe with a_format that of the weights: quantise, route, gate/up, gate, quantise, down, combine.
+    """Computes fp4::moe with the weights' format as a_format: quantise, route, gate/up, gate, quantise, down,
+    combine.
 
-    What lies between the products is float32, as in activations.moe_quantized.
+    Results between the products are float32, as in activations.moe_quantized.
     """
     out = torch.zeros((topk_ids.shape[0], down.n), dtype=out_dtype, device=x.device)
     if out.numel() == 0 or topk_ids.shape[1] == 0 or up.groups == 0 or down.k == 0:
@@ -144,14 +146,14 @@ def moe(
 
 def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> torch.Tensor:
     """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H], without bias and
-    weight.
+    routing weight.
     """
     if native.takes(up, up.fmt.name) and native.takes(down, down.fmt.name):
         return _native_experts(x, topk_ids, up, down, activation)
     rows, device = topk_ids.numel(), device_of(x.device)
     a = _quantized(x, up.fmt)
     up_spec = _spec(ops.prepare_indexed, a, up, torch.float32, topk_ids.shape[1])
-    # The rows in between are quantised as x, and padded as their own K asks for.
+    # The hidden rows are quantised like x, and padded for their own K.
     scales = triton.cdiv(down.fmt.num_blocks(down.k), 16) * 16
     down_spec = up_spec._replace(n=down.n, k=down.k, a_scales=scales, a_div=1, bias=None)
     up_tile, down_tile = launch.choose(rows, up.groups, [lambda: up_spec, lambda _: down_spec], device)
@@ -186,8 +188,8 @@ def first_error(
     """Returns the larger error of two products, relative to the norm; infinity if repeats differ in a bit.
 
     One product has a K that is a multiple of the tile's, the other a K that ends inside a tile and inside a
-    block of scales. Each product runs about five tiles of tokens times `blocks` programs, because a race of
-    the compiler's shows in some of many.
+    block of scales. Each product runs about five tiles of tokens times `blocks` programs, because a race in
+    compiled code shows only in some of many programs.
     """
     fmt, found = FORMATS[format], 0.0
     generator = torch.Generator().manual_seed(tile.block_n * tile.block_k + tile.block_m)
@@ -210,7 +212,7 @@ def first_error(
 
 
 def _with_tile(a, b, ids: torch.Tensor, k: int, fmt: Format, tile: Tile, device: Device) -> torch.Tensor:
-    """Multiplies quantised a [rows, 1, K] and b [G, N, K] with this very tile, which is not checked."""
+    """Multiplies quantised a [rows, 1, K] and b [G, N, K] with exactly this tile, which is not checked."""
     (codes, scale, factor), (w_codes, w_scale, w_factor) = a, b
     groups, n = w_codes.shape[:2]
     if not fmt.has_global_scale:

@@ -18,7 +18,8 @@ from ..tiles import Device, Tile
 FIRST_TRITON = {(10, 0): (3, 6), (10, 3): (3, 6), (12, 0): (3, 6), (12, 1): (3, 8)}
 """Compute capability -> the first Triton, of those that fp4_ops takes, that has its FP4 instructions.
 
-Others multiply what `tl.dot_scaled` is given by bfloat16, or fail: 3.7 for sm_121 does one or the other.
+Other versions convert the operands of `tl.dot_scaled` to bfloat16, or fail. For example, 3.7 does so for
+sm_121.
 """
 
 BOUND = 1e-3
