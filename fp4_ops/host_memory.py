@@ -26,7 +26,8 @@ def use_huge_pages(t: Tensor) -> Tensor:
 
 
 def return_freed_memory() -> None:
-    """Give freed blocks back. glibc keeps those below its mmap threshold, up to 32 MiB each, unless asked."""
+    """Give freed blocks back to the system. Otherwise glibc keeps blocks below its mmap threshold, up to 32
+    MiB each."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

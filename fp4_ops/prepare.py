@@ -33,7 +33,7 @@ def prepare(
 ) -> PrepareReport:
     """Replaces the expert weights of a transformers model by 4-bit ones, in place. The originals are freed.
 
-    Afterwards every experts module calls `torch.ops.fp4.moe`: in eager mode, and under torch.compile,
+    Afterwards every experts module calls `torch.ops.fp4.moe`, in eager mode and under torch.compile,
     torch.export and generate(). Weights are quantised one expert at a time, so the extra memory is less than
     one weight tensor. A calibrated method needs extra memory for all packed weights.
 
@@ -46,10 +46,10 @@ def prepare(
     activation: how activations are quantised for the products. "bf16" leaves them in the model's dtype.
         "int8" quantises them in blocks of 32 on a CPU. On GPUs except Hopper it uses blocks of 128, only for
         many tokens, and rounds the weights to int8, too. "fp8" quantises them by rows (CPU, Hopper).
-        "nvfp4" and "mxfp4" quantise them to the FP4 format of the weights: every device computes that,
-        Blackwell's tensor cores multiply it, and it costs accuracy (docs/accuracy.md). "auto" is int8 on a
-        CPU. On Hopper it is the model's dtype for few tokens and fp8 for many, or always fp8 for int4
-        weights. Elsewhere it is the model's dtype.
+        "nvfp4" and "mxfp4" quantise them to the FP4 format of the weights: every device can compute this,
+        Blackwell's tensor cores multiply it directly, and it reduces the accuracy (docs/accuracy.md). "auto"
+        is int8 on a CPU. On Hopper it is the model's dtype for few tokens and fp8 for many, or always fp8 for
+        int4 weights. On other devices it is the model's dtype.
     attention, dense, head: formats for the nn.Linear layers outside the experts. "keep" leaves them as they
         are; a format packs their weights. "attention" means layers with "attn" or "attention" in their
         names, "head" means the output head, and "dense" means all others (shared experts, dense layers).
@@ -66,16 +66,17 @@ def prepare(
         model's blocks equally often. None: each process has all experts, or the part of them that
         transformers gave it (DTensors, by `DistributedConfig(tp_size, ep_size)`) and whose results
         transformers adds up. See docs/several_gpus.md.
-    max_tokens: for experts that are spread over GPUs of one node: the most tokens that a process sends to a
-        block at once over NVLink. It determines the size of the buffers. Calls with more tokens use
+    max_tokens: for experts that are spread over GPUs of one node: the largest number of tokens that a process
+    sends to a block at once over NVLink. It determines the size of the buffers. Calls with more tokens use
         torch.distributed's collectives.
     batch_invariant: True makes a token's results in 4 bits independent of the rest of its batch, bit for bit.
-        It costs time where kernels for many tokens sum in another order (docs/operators.md#batch-invariance).
-        The rest of the model computes as before. ValueError if the device has no such kernels.
-    gpu_memory: for a model in host memory whose experts exceed the GPU: how much of the GPU's memory to use,
-        as bytes or text ("20GiB"). The model then moves to the current GPU, except the experts: they stay in
-        host memory, pinned, and what is left of the budget becomes slots for those in use
-        (docs/larger_than_the_gpu.md). ValueError if the budget is too small; the model is then prepared, and
+        It is slower where the usual kernels for many tokens sum in another order
+        (docs/operators.md#batch-invariance). The rest of the model computes as before. ValueError if the
+        device has no such kernels.
+    gpu_memory: for a model in host memory whose experts do not fit on the GPU: how much of the GPU's memory
+    to use, as bytes or text ("20GiB"). The model then moves to the current GPU, except the experts. They stay
+    in pinned host memory, and the rest of the budget becomes slots for the experts in use
+    (docs/larger_than_the_gpu.md). ValueError if the budget is too small; the model is then prepared, and
         stays where it is. Without a GPU everything stays in host memory.
 
     Returns a report with one entry for each experts module. Modules that fp4::moe cannot express are left

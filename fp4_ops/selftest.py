@@ -46,9 +46,10 @@ MOE_BOUNDS = {"none": 4e-3, "int8": 6e-3, "fp8": 8e-3, "nvfp4": 3e-2, "mxfp4": 3
 FOLDED = 4e-2
 """Bound of Hopper's kernels for fp8 rows.
 
-In `moe`, results of the first product are bfloat16 before they become fp8; that costs up to 2.1e-2. In a
-product it is for layouts whose weights are rounded to e4m3 only if there are many rows. The reference does
-not round these, and nvfp4 weights lose 2.2e-2 by it. Where they are always rounded (`folds`), it does.
+In `moe`, results of the first product are rounded to bfloat16 before they become fp8. This adds an error of
+up to 2.1e-2. For single products, some layouts round weights to e4m3 only if there are many rows. The
+reference does not round these weights, and the difference is 2.2e-2 for nvfp4. If a layout always rounds them
+(`folds`), the reference rounds them, too.
 """
 
 

@@ -1,4 +1,4 @@
-"""Registers operators that the CPU has no kernel for: they are other operators, torch's or ours."""
+"""Registers operators that have no kernel on the CPU. They call other operators of torch or of fp4_ops."""
 
 from __future__ import annotations
 

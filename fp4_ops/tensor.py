@@ -1,4 +1,5 @@
-"""FP4Tensor: packed codes, scales and format as one tensor with the original's shape and dtype."""
+"""Defines FP4Tensor, which holds packed codes, scales and format as one tensor with the original's shape and
+dtype."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ class FP4Tensor(torch.Tensor):
 
     packed uint8 [..., N, K/2], block_scale [..., N, ceil(K/block)], global_scale float32 [...] (None for
     formats without one), format and weight_layout: the operands of `torch.ops.fp4.*`. `shape` and `dtype`
-    are the original's; `transposed` says that the last two dimensions have changed places.
+    are the original's; `transposed` says that the last two dimensions are swapped.
 
-    Works: `x @ w.t()`, `F.linear(x, w, b)`, `torch.bmm(x, w.mT)`, `F.grouped_mm(x, w.mT, offs=offs)`,
+    These work: `x @ w.t()`, `F.linear(x, w, b)`, `torch.bmm(x, w.mT)`, `F.grouped_mm(x, w.mT, offs=offs)`,
     `w[i]`, `.to()`, `clone`, `detach`, `copy_`, `torch.save`, `nn.Parameter(w, requires_grad=False)`,
     `torch.compile`. `copy_` of an ordinary tensor quantises it into place. Anything else raises
     NotImplementedError and names the function: nothing is ever dequantised silently.
@@ -257,7 +258,7 @@ def _is_pinned(func: Any, w: FP4Tensor, device: Any = None) -> bool:
 
 @_implements(aten._to_copy.default, aten.empty_like.default)
 def _to_copy(func: Any, w: FP4Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> FP4Tensor:
-    """Moves codes and scales to a new device. A new dtype is that of products and `dequantize`."""
+    """Moves codes and scales to a new device. A new dtype applies to products and to `dequantize`."""
     kwargs.pop("memory_format", None)
     dtype = dtype or w.dtype
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

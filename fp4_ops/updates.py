@@ -18,8 +18,9 @@ from .models.expert_slots import reset_slots
 from .models.new_weights import check, places_of, target_of, write
 
 WRAPPERS = frozenset(("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Names under which wrappers hold their module: those of torch.compile, data parallelism, FSDP and activation
-checkpointing. The trainer's model and the model that runs may be wrapped in different ways."""
+"""Names of the attributes in which wrappers hold their module. The wrappers are those of torch.compile, data
+parallelism, FSDP and activation checkpointing. The trainer's model and the model that runs may be wrapped in
+different ways."""
 
 
 def update(model: nn.Module, name: str, tensor: Tensor) -> None:
@@ -29,18 +30,19 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     It takes every parameter and buffer, so a trainer needs no list of the weights in 4 bits.
 
     model: a model from `prepare`, `load_checkpoint` or `from_pretrained`, also compiled.
-    name: of the weight before `prepare` ("model.layers.0.mlp.experts.gate_up_proj"), of one expert's matrix
-        ("model.layers.0.mlp.experts.3.gate_proj.weight"), or its name in the family's checkpoints, which
-        transformers' conversion rules know. Names of wrappers (`_orig_mod.`, `module.`) may be there or not.
+    name: the name of the weight before `prepare` ("model.layers.0.mlp.experts.gate_up_proj"), the name of one
+    expert's matrix ("model.layers.0.mlp.experts.3.gate_proj.weight"), or the name in the family's
+    checkpoints, which transformers' conversion rules know. It may contain names of wrappers (`_orig_mod.`,
+    `module.`).
         A wrapper may have weights of its own ("n_averaged" of `AveragedModel`).
     tensor: the values, on any device, with the shape that the weight has under that name. For weights in 4
         bits float32, bfloat16 or float16, and finite.
 
     The weight keeps its memory, so compiled graphs and CUDA graphs see the new values. The quantisation
-    method is that of `prepare`. If that method needs calibration, "search" is used instead ("fp8_exact" where
-    the scales are of that kind). Once all parts of an expert have arrived, its 4 bits are those that
-    `prepare` would give the new model. nvfp4 has one global scale for gate and up: if one of the two arrives
-    alone, a copy of it is kept until the other arrives.
+    method is the one given to `prepare`. If that method needs calibration, "search" is used instead, or
+    "fp8_exact" if the method uses only its scales. Once all parts of an expert have arrived, its 4 bits are
+    those that `prepare` would give the new model. nvfp4 has one global scale for gate and up: if one of the
+    two arrives alone, a copy of it is kept until the other arrives.
 
     Raises ValueError, naming the weight, if the model has none of that name, or the values do not fit it. The
     weight then keeps its old values.
@@ -70,7 +72,7 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
-    """Returns the module that this one is a wrapper of, or None."""
+    """Returns the module that `module` wraps, or None."""
     children = module._modules
     return next(iter(children.values())) if len(children) == 1 and WRAPPERS.issuperset(children) else None
 
@@ -96,7 +98,7 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
             break
         elif (inner := _wrapped(owner)) is not None:
             owner = inner
-        elif parts[0] in WRAPPERS:  # of the trainer's model
+        elif parts[0] in WRAPPERS:  # a wrapper of the trainer's model
             parts = parts[1:]
         else:
             break

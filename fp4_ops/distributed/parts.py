@@ -140,7 +140,7 @@ def keep_local(module: nn.Module, part: Part | None = None) -> dict[str, Any]:
             continue
         if part is not None:
             own = p.detach()[part.own.start : part.own.stop]
-            own = own if p.dim() == 3 else own.clone()  # packing soon frees the weights, but not these
+            own = own if p.dim() == 3 else own.clone()  # packing frees weights, so only biases are copied
         elif split_over_processes(p):
             own = local(p.detach())
         else:

@@ -139,9 +139,9 @@ class Form:
     gate_up: str
     down: str
     transposed: bool
-    """[E, K, N]."""
+    """True if weights are stored as [E, K, N]."""
     interleaved: bool
-    """gate 0, up 0, gate 1, ... instead of all gates before all ups."""
+    """True if rows are in the order gate 0, up 0, gate 1, ... instead of all gates before all ups."""
 
 
 def form_of(module: nn.Module) -> Form | None:
@@ -169,7 +169,7 @@ WHOLE_EXPERTS = (
 def plan_of(module: nn.Module) -> Plan:
     """Plans a module that may not belong to transformers' experts interface. Raises Refusal."""
     if not is_experts(module):
-        raise Refusal("it is no entry of transformers' experts interface")
+        raise Refusal("it is not an entry of transformers' experts interface")
     return plan(module)
 
 
@@ -180,16 +180,16 @@ def logical_shape(weight: Tensor, transposed: bool) -> tuple[int, int, int]:
 
 
 def recognise_gate(module: Any) -> str | None:
-    """Returns the activation of fp4::moe that computes the same as the module's own. It is found by trying
-    data.
+    """Returns the activation of fp4::moe that computes the same as the module's own. To find it, the module's
+    activation is run on test data.
 
-    A name is not enough: clamps, scales and the order of gate and up are only in the code.
+    Its name is not enough, because only its code shows clamps, scales and the order of gate and up.
     """
     gated = getattr(module, "has_gate", True)
     own = module._apply_gate if gated else module.act_fn
     generator = torch.Generator().manual_seed(0)
     # Many small values distinguish erf from tanh, and some large ones reach every clamp.
-    # Independent of the defaults while models are built.
+    # Explicit values, because the defaults may be different while a model is built.
     here: Any = {"device": "cpu", "dtype": torch.float32}
     sizes = torch.cat([torch.logspace(-1, 1.3, 64, **here), torch.logspace(1.3, 5, 16, **here)])
     x = torch.randn(80, 128, generator=generator, **here) * sizes[:, None]
@@ -200,7 +200,7 @@ def recognise_gate(module: Any) -> str | None:
                 limit = activation.limit or 4.0
                 if all(_agree(own, activation, values) for values in (x, x * (limit / 4))):
                     return activation_name(activation)
-    except Exception:  # whatever it needs, it is not a known activation
+    except Exception:  # code that needs more is not a known activation
         return None
     return None
 
@@ -221,7 +221,7 @@ def _measured(own: Callable[[Tensor], Tensor]) -> Iterator[Activation]:
 
     def at(gate: float, up: float, interleaved: bool) -> float:
         pair = torch.tensor([[gate, up]], dtype=torch.float64, device="cpu")
-        # All columns have the same value: the first half is gate, or each even one is.
+        # All columns of a part have the same value. Gate is the first half, or the even columns.
         wide = pair.repeat(1, 4) if interleaved else pair.repeat_interleave(4, dim=1)
         return own(wide).flatten()[0].item()
 

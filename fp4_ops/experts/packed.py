@@ -1,4 +1,5 @@
-"""Holds experts with 4-bit weights, and the implementation `fp4` in transformers' registry that runs them."""
+"""Defines modules that hold 4-bit expert weights, and the implementation `fp4` in transformers' registry that
+runs them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ SLOTS = "fp4_slots"
 
 @dataclass(frozen=True)
 class ExpertsForm:
-    """The names of a family's expert weights: [E, 2 I, H] and [E, H, I], or each transposed.
+    """The names of a family's two expert weights, [E, 2 I, H] and [E, H, I]. Both may be transposed.
 
     Experts without a gate have only up [E, I, H]. A bias that a module lacks has the name "".
     """
@@ -76,8 +77,8 @@ class Recipe:
     part: Part | None = None
     """This process's part of the experts, if it does not have all."""
     interleaved_gate: str = field(init=False)
-    """The same activation for interleaved rows gate 0, up 0, gate 1, ...; torch.compile need not work it
-    out."""
+    """The same activation for interleaved rows gate 0, up 0, gate 1, ... It is stored, so that torch.compile
+    need not compute it."""
 
     def __post_init__(self) -> None:
         own = known_activation(self.gate)
@@ -87,7 +88,7 @@ class Recipe:
 
 def auto_a_format(device_type: str, layout: str = "plain") -> str:
     """Returns how activations are quantised on a device: int8 on a CPU. On Hopper the kernels choose by
-    the number of tokens, or always fp8 for int4 weights. Elsewhere the model's own dtype."""
+    the number of tokens, or always fp8 for int4 weights. On other devices it is the model's own dtype."""
     if device_type == "cpu":
         return "int8"
     formats = LAYOUTS[layout].a_formats or ("none",)
@@ -116,26 +117,26 @@ class Half:
     largest: Tensor
     """Its largest magnitude over all processes, float32 [1]."""
     state: str = "waiting"
-    """"read": the weights were used while it waited, so it may belong to an update that was broken off.
-    "kept": it is the second of two halves and was kept because the first was "read"."""
+    """"read": the weights were used while it waited, so it may belong to an update that was interrupted.
+    "kept": it is the second of two halves, and was kept because the first one was "read"."""
 
 
 class PackedWeight(nn.Module):
     """The 4-bit form of an expert weight [E, N, K], in place of its Parameter.
 
     Buffers: packed uint8 [E, N, K/2], block_scale [E, N, ceil(K/block)], global_scale float32 [E] (nvfp4).
-    float8 block scales are stored as uint8. Calling the module returns the three as `torch.ops.fp4.*` take
-    them; code that moves weights just in time (offloading) hooks into this call.
+    float8 block scales are stored as uint8. Calling the module returns these three, as `torch.ops.fp4.*` take
+    them. Libraries that move weights when they are needed (offloading) hook into this call.
 
-    A kernel layout may pad K; `k` is the weight's own. `interleaved`: while in layout sm90, row 2i is gate i
-    and row 2i + 1 is up i, although the model keeps all gates before all ups. Every other layout has the
-    model's order. `.to(device)` moves the buffers and reorders them for that device. `.to(dtype)` and
+    A kernel layout may pad K; `k` is the K of the weight itself. `interleaved`: while in layout sm90, row 2i
+    is gate i and row 2i + 1 is up i, although the model keeps all gates before all ups. Every other layout
+    has the model's order. `.to(device)` moves the buffers and reorders them for that device. `.to(dtype)` and
     `.half()` do not change them.
 
     The state dict contains format and layout, so weights that were saved on one device load on another. It
     also contains `part`, the part of a weight that this process holds, because another process's share has
-    the same shapes. `method`: how new values are quantised (`fp4_ops.quantization.METHODS`), like the first
-    ones.
+    the same shapes. `method`: how new values are quantised, the same as for the first values
+    (`fp4_ops.quantization.METHODS`).
     """
 
     packed: Tensor
@@ -170,7 +171,7 @@ class PackedWeight(nn.Module):
         return self.packed, block_scales(self.block_scale, self.format, self.layout), self.global_scale
 
     def copy_(self, *_: object) -> None:
-        """Raises AttributeError: the codes are no place for 16-bit values."""
+        """Raises AttributeError, because codes cannot hold 16-bit values."""
         raise AttributeError(
             "fp4: the weight is in 4 bits, so values cannot be copied or assigned to it. Give them to "
             "fp4_ops.update(model, name, tensor) or model.load_state_dict, which quantise them"
@@ -255,7 +256,7 @@ class PackedWeight(nn.Module):
         if self._parameters:
             self._apply_to_parameters(fn, recurse)
         for name, buffer in list(self._buffers.items()):
-            if buffer is not None:  # as bytes, because a change of dtype is meant for the model's own numbers
+            if buffer is not None:  # as bytes: a new dtype must not change codes
                 self._buffers[name] = fn(buffer.view(torch.uint8)).view(buffer.dtype)
         self.shared_layout.follow(fn, moved=old != new)
         return self
@@ -327,7 +328,7 @@ class PackedWeight(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _of_another_part(self, state: Tensor) -> str:
-        """Says why weights with this extra state do not belong to this process; "" if they do."""
+        """Returns why weights with this extra state do not belong to this process, or "" if they do."""
         saved = Part.of_numbers(state.tolist()[3:])
         if saved is None and self.part is None:
             return ""
@@ -340,7 +341,8 @@ class PackedWeight(nn.Module):
         )
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Reads what the buffers hold. torch calls it after loading them."""
+        """Reads the format, layout and part of the loaded buffers. torch calls it after it has loaded
+        them."""
         format, layout = STORED_FORMATS[int(state[0])], list(LAYOUTS)[int(state[1])]
         if format != self.format:
             raise ValueError(
@@ -369,8 +371,8 @@ class PackedWeight(nn.Module):
 class SharedLayout:
     """The weights of one experts module. They share one layout that suits all of them and their activations.
 
-    `dtype`: that of the activations, None if unknown. `a_format`: how they will be quantised, as an argument
-    of `fp4::moe`. `batch_invariant`: True if the kernels of the layout must be batch invariant.
+    `dtype`: the dtype of the activations, None if unknown. `a_format`: how they will be quantised, as an
+    argument of `fp4::moe`. `batch_invariant`: True if the kernels of the layout must be batch invariant.
     """
 
     batch_invariant = False
@@ -392,9 +394,10 @@ class SharedLayout:
             weight.__dict__["_company"] = self
 
     def settle(self, device_type: str | None = None) -> str:
-        """Converts all to the fastest layout that can hold them. Otherwise says why not.
+        """Converts all weights to the fastest layout. If it cannot hold their scales, converts them to layout
+        plain and returns the reason, else "".
 
-        device_type: the device whose kernels will read them; None is the one where they are.
+        device_type: the device whose kernels will read them. None means the device where they are.
         """
         first, reason = self.weights[0], ""
         layout = preferred_layout(
@@ -448,7 +451,7 @@ def _operands(weight: Any) -> Operands:
     if (
         type(weight) is not PackedWeight
         or "forward" in own  # accelerate's offloading
-        or own["_parameters"]  # FSDP's, at times
+        or own["_parameters"]  # FSDP may put parameters here
         or own["_forward_pre_hooks"] or own["_forward_hooks"]
         or own["_backward_hooks"] or own["_backward_pre_hooks"]
         or _every_module._global_forward_pre_hooks or _every_module._global_forward_hooks
@@ -496,7 +499,7 @@ def run_experts(
     """Runs a prepared module. `tokens` is as in `fp4::moe_ep`, with ids of all experts; "" means ids of
     this process's experts."""
     form = recipe.form
-    modules: Any = module._modules  # faster than `nn.Module.__getattr__`
+    modules: Any = module._modules  # faster than nn.Module.__getattr__
     w13, w2 = modules.get(form.gate_up), modules.get(form.down)
     if w13 is None or w2 is None:
         raise _lost(module, form.gate_up if w13 is None else form.down)

@@ -14,7 +14,7 @@ GATHER = (
 
 
 def emptied(parameter: object) -> str:
-    """Says that ZeRO-3 holds the values of a parameter; "" if it does not."""
+    """Returns a text that says that ZeRO-3 holds the values of a parameter, or "" if it does not."""
     shape = getattr(parameter, "ds_shape", None)
     if not isinstance(parameter, nn.Parameter) or shape is None or parameter.numel() or not math.prod(shape):
         return ""

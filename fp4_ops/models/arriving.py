@@ -91,7 +91,7 @@ class ArrivingExperts:
         name, matrix = self.parameters[parameter]
         module, p, attribute = self.found[name], self.plans[name], parameter.rpartition(".")[2]
         if isinstance(getattr(module, attribute), PackedWeight):
-            return  # it has arrived by another of its names
+            return  # it has arrived under another of its names
         if weight.shape != module._parameters[attribute].shape:
             raise ValueError(
                 f"fp4: the weights for {parameter} make a tensor {list(weight.shape)}; the model's is "

@@ -1,8 +1,8 @@
-"""Attention of few tokens without cuDNN, which prepares a kernel anew for each number of keys.
+"""Runs attention of few tokens without cuDNN, which prepares a new kernel for each number of keys.
 
-On Hopper and newer GPUs torch asks cuDNN first for scaled_dot_product_attention. cuDNN builds a plan for
-sizes that it has not met, which takes the host tens of milliseconds. Without compilation, the number of keys
-grows with each token, so each step waits for a plan. torch's other kernels need none.
+On Hopper and newer GPUs torch asks cuDNN first for scaled_dot_product_attention. cuDNN builds a plan for each
+new size, which takes tens of milliseconds on the host. Without compilation, the number of keys grows with
+each token, so each step waits for a plan. torch's other kernels need none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 MOST_TOKENS = 2048
-"""Most tokens of a call without cuDNN. For more, its faster kernel may be worth a plan.
+"""The largest number of tokens of a call without cuDNN. For more tokens, cuDNN's kernel may save more time
+than its plan costs.
 
 Prompts on an H100 (16 layers of Qwen3-30B-A3B), ms without cuDNN, with a new plan, and with a known one: 27,
 59, 18 for 2048 tokens; 36, 73, 32 for 4096.
@@ -34,7 +35,7 @@ def avoid_attention_plans(model: nn.Module) -> None:
 
 
 def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if torch.compiler.is_compiling():  # sizes are fixed there, and a graph has chosen its kernel
+    if torch.compiler.is_compiling():  # a compiled graph has fixed sizes and a fixed kernel
         return
     few = not torch.is_grad_enabled() and _has_few_tokens(args, kwargs)
     _open_calls().append(few)

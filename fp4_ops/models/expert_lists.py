@@ -39,7 +39,7 @@ def find_lists(model: nn.Module) -> tuple[dict[str, list[nn.Module]], dict[str, 
 
 
 def _unlike(experts: list[nn.Module]) -> str:
-    """Says why these experts cannot be packed; "" if they can. Zero experts have no weights."""
+    """Returns why these experts cannot be packed, or "" if they can. Zero experts have no weights."""
     shapes = set()
     for expert in experts:
         own = [(n, m) for n, m in expert.named_modules() if isinstance(m, nn.Linear)]

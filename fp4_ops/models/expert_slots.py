@@ -1,5 +1,5 @@
-"""Places a model whose experts exceed the GPU: the experts in host memory that the GPU reads, all else on the
-GPU, with slots there for the experts in use.
+"""Places a model whose experts do not fit on the GPU. The experts stay in host memory, which the GPU can
+read. The rest of the model is on the GPU, together with slots for the experts in use.
 
 `fp4::moe_slots` runs such experts (csrc/device/slots.cu). memory_plan.py says how many slots a layer gets. A
 machine without a GPU runs the same code, with everything in its memory.
@@ -26,10 +26,10 @@ _PORTABLE, _MAPPED = 1, 2
 
 
 class ExpertSlots(nn.Module):
-    """Room on a GPU for some experts of one module, and what it holds. `weights`: as `fp4::moe_slots` gets
-    them.
+    """GPU memory for some experts of one module, and the record of which experts it holds. `weights`: as
+    `fp4::moe_slots` gets them.
 
-    Both buffers are a memo of the weights, so no state dict has them. Whoever writes to the weights calls
+    Both buffers only cache the weights, so no state dict has them. Code that writes to the weights must call
     `reset`.
     """
 
@@ -58,8 +58,8 @@ class ExpertSlots(nn.Module):
                 self.state[: self.experts] = -1
 
     def read_counters(self) -> tuple[int, int]:
-        """Returns how many experts all calls wanted, and how many of them had to be fetched. This waits for
-        the GPU. On a CPU both stay 0."""
+        """Returns how many experts all calls together used, and how many of them had to be fetched. This
+        waits for the GPU. On a CPU both stay 0."""
         if self.state is None:
             return 0, 0
         wanted, fetched = self.state[1 - COUNTERS :].tolist()
@@ -72,7 +72,7 @@ class ExpertSlots(nn.Module):
         if self.slots is None:
             return self
         if self.state.device != fn(self.state.new_empty(0)).device:
-            # The weights move, too. There they are all in one memory, which needs no slots.
+            # The weights move to the same device, so slots are not needed.
             self.slots = self.state = None
             return self
         super()._apply(fn, recurse)
@@ -85,11 +85,11 @@ class ExpertSlots(nn.Module):
 
 
 def place_experts(model: nn.Module, gpu_memory: int | str, device: torch.device | None = None) -> MemoryPlan:
-    """Moves a model with 4-bit experts to a GPU, within a budget of its memory; returns the plan.
+    """Moves a model with 4-bit experts to a GPU, within a budget of GPU memory. Returns the plan.
 
-    device: None is the current GPU, or the CPU where there is none. Experts that fit go to the GPU with all
-    else. Raises ValueError if the budget is too small, before anything is moved, and RuntimeError if the host
-    cannot pin the experts.
+    device: None means the current GPU, or the CPU if there is no GPU. If all experts fit, the whole model
+    goes to the GPU. Raises ValueError if the budget is too small, before anything is moved, and RuntimeError
+    if the host cannot pin the experts.
     """
     if device is None:
         device = default_device()
@@ -125,7 +125,7 @@ def check_placement(gpu_memory: int | str, trainable_inputs: bool, group: Any) -
 
 
 def default_device() -> torch.device:
-    """Returns the current GPU, or the CPU where there is none."""
+    """Returns the current GPU, or the CPU if there is no GPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -185,12 +185,12 @@ def _place(module: Any, count: int, device: torch.device) -> ExpertSlots:
 
 
 def host_block(size: int) -> Tensor:
-    """Returns `size` bytes of host memory of its own pages, uint8."""
+    """Returns `size` bytes of host memory, uint8. No other data is in the same pages."""
     return use_huge_pages(torch.frombuffer(mmap.mmap(-1, max(1, size)), dtype=torch.uint8))
 
 
 class _Mapped:
-    """Host memory under the name by which torch makes a tensor of a GPU from it."""
+    """Wraps host memory with the interface from which torch makes a GPU tensor."""
 
     def __init__(self, block: Tensor) -> None:
         self.block = block

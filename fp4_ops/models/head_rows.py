@@ -1,4 +1,4 @@
-"""The output head of a prefill on a CPU: torch's product must not copy the head's weight.
+"""Keeps torch from copying the weight of the output head in a prefill on a CPU.
 
 A prompt's last tokens, `hidden[:, -1:]`, have strides that F.linear does not fold into one matrix, unless the
 weight requires a gradient. It calls bmm instead, which copies the whole weight, transposed. That takes longer

@@ -1,8 +1,9 @@
-"""Plan of a GPU's memory: which experts fit, how many slots the others get, and what a token then costs.
+"""Plans the use of a GPU's memory: whether the experts fit, how many slots they get otherwise, and how long a
+token then takes.
 
-Every token reads the dense parts of a model and a few experts a layer. The dense parts lie on the GPU. All
-experts lie in memory of the host, and what is left of the budget becomes slots for those in use, the same
-share of each layer's experts. csrc/device/slots.cu keeps the experts used last in the slots.
+Every token reads the dense parts of a model and a few experts of each layer. The dense parts are on the GPU.
+All experts are in host memory. The rest of the budget becomes slots for experts in use, for the same share of
+each layer's experts. csrc/device/slots.cu keeps the last used experts in the slots.
 """
 
 from __future__ import annotations
@@ -29,18 +30,19 @@ RESERVE_SHARE, RESERVE_LEAST = 10, 256 << 20
 """A tenth of the budget, or 256 MiB, stays free: half of it for the cache of keys and values, half for
 activations."""
 WORKSPACE = 48 << 20
-"""Memory of the activations' half that cuBLAS and small tensors take."""
+"""The part of the activations' memory that cuBLAS and small tensors take."""
 SLOT_ROWS = 16384
 """Rows, one for each token and expert, that `fp4::moe_slots` multiplies at once; kMostRows of
 csrc/cuda/slots.cpp."""
 TOKENS_LEAST = 64
 RECENCY = 5
-"""Text routes a token much as the tokens before it. With a share f of the experts in slots, LRU finds
-1 - (1 - f)^5 of those that a token wants: 92 % with 40 %, which is what people measure (90 to 95 %)."""
+"""In text, a token is often routed like the tokens before it. With a share f of the experts in slots, LRU
+finds a share 1 - (1 - f)^5 of the experts that a token needs. For f = 40 % this is 92 %; published
+measurements are 90 to 95 %."""
 
 
 def parse_bytes(value: int | str) -> int:
-    """Return a number of bytes that is given as one, or as text with a unit: "20GiB", "500 MB"."""
+    """Return a number of bytes, given as a number or as text with a unit: "20GiB", "500 MB"."""
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
     if isinstance(value, str):
@@ -55,7 +57,7 @@ def parse_bytes(value: int | str) -> int:
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of the GPU's memory, and of the link from the host's."""
+    """Bytes per second of the GPU's memory, and of the link between host and GPU."""
 
     memory: float
     link: float
@@ -66,12 +68,12 @@ class Rates:
 
 
 ASSUMED = Rates(memory=1000e9, link=25e9)
-"""A GPU for the desktop on 16 lanes of PCIe 4.0, where there is none to measure."""
+"""Rates of a desktop GPU with 16 lanes of PCIe 4.0. They are used if there is no GPU to measure."""
 
 
 @dataclass(frozen=True)
 class LayerExperts:
-    """The experts of one layer, each of which is `expert_bytes` in 4 bits."""
+    """The experts of one layer. Each expert has `expert_bytes` bytes in 4 bits."""
 
     name: str
     experts: int
@@ -83,13 +85,14 @@ class LayerExperts:
         return self.experts * self.expert_bytes
 
     def slots(self, share: float) -> int:
-        """Slots for a share of the experts: at least as many as one token has experts."""
+        """Returns the number of slots for a share of the experts. It is at least the number of experts of one
+        token."""
         return min(self.experts, max(self.top_k, int(share * self.experts)))
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a prompt takes in the layer that takes most, beside weights and cache.
+    """Bytes of a prompt's activations in the layer with the largest activations, without weights and cache.
 
     token_bytes: for each token. row_bytes: for each of its top_k rows while these are multiplied.
     """
@@ -109,7 +112,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Plan of where the weights lie within a budget of GPU memory."""
+    """A plan that says where the weights are stored, within a budget of GPU memory."""
 
     budget: int
     dense_bytes: int
@@ -117,7 +120,7 @@ class MemoryPlan:
     rates: Rates = ASSUMED
     activations: Activations | None = None
     cache_token_bytes: int | None = None
-    """Keys and values of a token in all layers; None if unknown."""
+    """Bytes of the keys and values of a token in all layers. None if unknown."""
 
     def __post_init__(self) -> None:
         least = self.dense_bytes + sum(layer.expert_bytes * layer.top_k for layer in self.layers)
@@ -138,7 +141,7 @@ class MemoryPlan:
 
     @property
     def expert_bytes(self) -> int:
-        """All experts' bytes."""
+        """Returns the number of bytes of all experts."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
@@ -148,7 +151,8 @@ class MemoryPlan:
 
     @functools.cached_property
     def share(self) -> float:
-        """The largest share of each layer's experts that can have slots; a layer has at least top_k."""
+        """Returns the largest share of each layer's experts that can have slots. A layer has at least top_k
+        slots."""
         if self.resident:
             return 1.0
         room, fits, too_much = self.budget - self.reserve - self.dense_bytes, 0.0, 1.0
@@ -159,25 +163,26 @@ class MemoryPlan:
         return fits
 
     def slots(self, layer: LayerExperts) -> int:
-        """Slots of a layer."""
+        """Returns the number of slots of a layer."""
         return layer.slots(self.share)
 
     @property
     def prompt_tokens(self) -> int | None:
-        """Most tokens of prompts whose activations fit at once, None if unknown."""
+        """Returns the largest number of prompt tokens whose activations fit at once. None if unknown."""
         if self.activations is None:
             return None
         return self.activations.tokens(self.reserve // 2, None if self.resident else SLOT_ROWS)
 
     @property
     def gpu_bytes(self) -> int:
-        """Bytes of weights on the GPU."""
+        """Returns the bytes of weights on the GPU."""
         return self.dense_bytes + sum(self.slots(layer) * layer.expert_bytes for layer in self.layers)
 
     def seconds(self, recency: bool) -> float:
-        """Time of one token by the rates: what it reads of GPU memory, and what it misses over the link.
+        """Returns the time of one token by the rates: the time to read its weights from GPU memory, and the
+        time to fetch missing experts over the link.
 
-        recency: routing repeats as that of text does; else it is uniform, the worst case.
+        recency: True if routing repeats, as in text. False means uniform routing, the worst case.
         """
         read, missed = float(self.dense_bytes), 0.0
         for layer in self.layers:
@@ -221,7 +226,7 @@ class MemoryPlan:
 
 
 def size(count: int) -> str:
-    """Bytes as people read them."""
+    """Returns a number of bytes as text with a unit."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if count >= (scale := _UNITS[unit.lower()]):
             return f"{count / scale:.2f} {unit}"
@@ -269,7 +274,7 @@ def _cache_bytes(model: Any) -> int | None:
 
 
 def _element_size(model: Any) -> int:
-    """Bytes of a number of the largest weight outside the experts."""
+    """Returns the size of an element of the largest weight outside the experts, in bytes."""
     floats = (p for p in model.parameters() if p.is_floating_point())
     largest: Any = max(floats, key=lambda p: p.numel(), default=None)
     return 2 if largest is None else largest.element_size()
@@ -278,9 +283,9 @@ def _element_size(model: Any) -> int:
 def _activations(model: Any) -> Activations:
     """Estimates the activations of a prompt, without masks, which grow with the tokens in the cache.
 
-    A layer holds some vectors of the hidden size for each token (residual, norm, their float32 forms), some
-    as wide as the widest layer outside the experts (queries before and after rotation, a gate and an up), and
-    a row of results for each expert. The output head runs for the last token alone.
+    For each token, a layer holds some vectors of the hidden size (residual, norm, their float32 forms), some
+    that are as wide as the widest layer outside the experts (queries before and after rotation, a gate and an
+    up), and a row of results for each expert. The output head runs only for the last token.
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear) and m is not head]
@@ -307,7 +312,7 @@ def memory_plan_of(model: Any) -> MemoryPlan | None:
 
 
 def _unique_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, each memory counted once."""
+    """Returns the bytes of tensors. Shared memory is counted once."""
     sizes = {}
     for t in tensors:
         for part in (t.packed, t.block_scale, t.global_scale) if isinstance(t, FP4Tensor) else (t,):
@@ -317,7 +322,8 @@ def _unique_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def cannot_pin(size_needed: int, error: int) -> str:
-    """Returns the words of an error: CUDA's number `error`, when so many bytes of host memory were pinned."""
+    """Returns an error message. `error` is the CUDA error of the attempt to pin `size_needed` bytes of host
+    memory."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     locked = "no limit" if limit == resource.RLIM_INFINITY else size(limit)
     available = _available()

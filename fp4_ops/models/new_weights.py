@@ -1,11 +1,11 @@
 """Gives experts in 4 bits new 16-bit or 32-bit values, by the names that they had before `prepare`.
 
-The values come stacked (`experts.gate_up_proj`), or as one tensor for each expert
-(`experts.3.gate_proj.weight`), in any order, some or all. They are quantised into place, as `prepare` does
-it.
+The values may be stacked (`experts.gate_up_proj`), or one tensor for each expert
+(`experts.3.gate_proj.weight`). They may come in any order, and not all need to come. They are quantised in
+the same way as by `prepare`, into the memory of the old values.
 
 nvfp4 has one global scale for gate and up of an expert. If one of them arrives alone, it is quantised at
-once, and its values are kept until the other arrives. Then both are quantised together, as `prepare` does it.
+once, and its values are kept until the other arrives. Then both are quantised together, as `prepare` does.
 """
 
 from __future__ import annotations
@@ -285,7 +285,7 @@ def _take(
     """Quantises the values for 4-bit weights, and removes them from the state dict before torch reads it."""
     places = places_of(module)
     if any(name.startswith(prefix) for name in state_dict):
-        reset_slots(module)  # codes and biases, which torch reads, may change, too
+        reset_slots(module)  # torch may load new codes and biases, too
     taken: dict[str, list[Target]] = {}
     halves: dict[tuple[str, int | None], dict[str, Tensor]] = {}
     with torch.inference_mode(False), torch.no_grad():
@@ -333,8 +333,8 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def _could_be(places: dict[str, Place], values: Tensor) -> bool:
-    """Returns whether values have the shape of all experts' matrices, of one, of its gate or its up, or of
-    one of these transposed."""
+    """Returns whether values have the shape of all experts' matrices, of one matrix, of its gate or its up,
+    or of one of these transposed."""
     if values.dim() not in (2, 3):
         return False
     *stack, n, k = values.shape

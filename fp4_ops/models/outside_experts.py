@@ -1,6 +1,7 @@
 """Finds and packs linear layers outside the experts, by kind, for `prepare`.
 
-A decoding step also reads attention and the output head. In bf16 these are most of its bytes.
+A decoding step also reads the weights of attention and of the output head. In bf16 these are most of the
+bytes that it reads.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ KEEP = "keep"
 _ATTENTION = re.compile(r"attn|attention")
 _HEAD = re.compile(r"(^|\.)lm_head\.weight$")
 _NEITHER = re.compile(r"(^|\.)(embed\w*|router|gate|score\w*|shared_expert_gate)\.weight$")
-"""Weights that stay. Embeddings are looked up, not multiplied. A router in 4 bits would choose other
-experts."""
+"""Weights that keep their dtype. Embeddings are looked up, not multiplied. A router in 4 bits would choose
+other experts."""
 
 
 def kind_of(name: str) -> Kind | None:
-    """Return the kind of a weight by its name in the model; None for those that always keep their dtype."""
+    """Return the kind of a weight by its name in the model. None for weights that always keep their dtype."""
     if _NEITHER.search(name):
         return None
     if _HEAD.search(name):
@@ -41,7 +42,7 @@ def kind_of(name: str) -> Kind | None:
 
 
 def chosen_formats(wanted: Mapping[Kind, str]) -> dict[Kind, str]:
-    """Return the formats of kinds that do not keep their dtype. Raises ValueError for unknown ones."""
+    """Return the formats of kinds that do not keep their dtype. Raises ValueError for unknown formats."""
     for kind, format in wanted.items():
         if format not in (KEEP, *FORMATS):
             raise ValueError(f"fp4: {kind} is {format!r}; it must be one of: {', '.join((KEEP, *FORMATS))}")

@@ -342,7 +342,7 @@ class Quantizer:
             spec = packed_spec(FORMATS[self.format], LAYOUTS[self.layout], (e,), n, k)
             stacks = [use_huge_pages(weight.new_empty(shape, dtype=dtype)) for shape, dtype in spec]
             at_once = matrices_at_once(weight.device.type, n, k)
-            if self.method.name != "rtn":  # the kernel of rtn has threads of its own
+            if self.method.name != "rtn":  # the kernel of rtn uses threads itself
                 at_once *= threads_of(weight.device)
             for start in range(0, e, at_once):
                 at = slice(start, start + at_once)

@@ -1,4 +1,4 @@
-"""Report of `fp4_ops.prepare`."""
+"""Defines the report of `fp4_ops.prepare`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..experts.find import OTHERWISE
 from .memory_plan import MemoryPlan
 
 OWN_CODE = "its own"
-"""Value of `gate` for experts that are modules, which keep running their own code."""
+"""Value of `gate` for experts that are modules of their own and keep running their own code."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,11 @@ class PrepareReport:
     modules: list[PreparedModule] = field(default_factory=list)
     outside: list[OutsideWeights] = field(default_factory=list)
     exchange: str = ""
-    """Way in which tokens reach experts that are spread over processes."""
+    """How tokens reach experts that are spread over processes."""
     division: str = ""
-    """Division of experts over processes, spread or split, and what the other way would cost."""
+    """How experts are divided over processes, spread or split, with an estimate for the other way."""
     memory: MemoryPlan | None = None
-    """Plan of where the weights lie, if `gpu_memory` was given."""
+    """A plan that says where the weights are stored, if `gpu_memory` was given."""
 
     @property
     def prepared(self) -> list[PreparedModule]:

@@ -11,11 +11,12 @@ from torch import Tensor
 from .memory_plan import memory_plan_of
 
 _DIVIDED = frozenset({"past_key_values", "attention_mask", "position_ids", "use_cache", "logits_to_keep"})
-"""Arguments of a model that transformers divides with a prompt."""
+"""Arguments of a model that transformers divides together with a prompt."""
 
 
 def divide_prompts(model: Any) -> None:
-    """Makes `generate` take prompts in parts that the model's memory plan allows, if it can."""
+    """Makes `generate` divide prompts into parts that fit into the model's memory plan, if the plan limits
+    them."""
     if hasattr(type(model), "_prefill"):
         model._prefill = types.MethodType(_prefill, model)
 
@@ -23,7 +24,7 @@ def divide_prompts(model: Any) -> None:
 def _prefill(
     self: Any, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **how: Any
 ) -> Any:
-    """Runs a prompt as transformers' `_prefill` does. A long one goes in parts, without compiling them."""
+    """Runs a prompt as transformers' `_prefill` does. A long prompt runs in parts, which are not compiled."""
     most = _part(self, input_ids, model_kwargs)
     given = getattr(generation_config, "prefill_chunk_size", None)
     if most is not None and (given is None or given > most):

@@ -1,9 +1,10 @@
 """Quantises weights with little loss: methods, calibration, and measures of the accuracy.
 
-    quantize_weight(w, "nvfp4", "search")    one weight, by any method of METHODS
-    calibrate(model, tokens)                 what the methods that look at text need
+    quantize_weight(w, "nvfp4", "search")    quantises one weight, by any method of METHODS
+    calibrate(model, tokens)                 measures what calibrated methods need
 
-`fp4_ops.prepare(model, method=..., calibration=...)` does it to a model; docs/accuracy.md compares methods.
+`fp4_ops.prepare(model, method=..., calibration=...)` does this for a model. docs/accuracy.md compares
+methods.
 """
 
 from .calibration import Calibration, calibrate

@@ -13,9 +13,9 @@ from .experts import MATRICES, Arithmetic, ExpertsModule, computing, experts_mod
 class Calibration:
     """Second moments of the inputs of a model's expert weights, made by `calibrate`.
 
-    If all moments fit in `max_bytes`, they are measured once. Otherwise as many modules as fit are measured
-    at a time, when somebody asks for them, and earlier moments are freed. The model must not change
-    meanwhile.
+    If all moments fit in `max_bytes`, they are measured once. Otherwise moments are measured when they are
+    asked for, for as many modules at a time as fit, and earlier moments are freed. The model must not change
+    in between.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor, full: bool, batch: int, max_bytes: int) -> None:
@@ -78,10 +78,11 @@ def calibrate(
 
     tokens: int64 [windows, length], on the model's device.
     batch: windows run at a time.
-    max_bytes: memory for moments. The full ones of a large model take more (2.5 GB for each layer of
-        Qwen3-30B-A3B); the model then runs again for every few layers, whenever these are asked for.
+    max_bytes: memory for moments. The full moments of a large model need more (2.5 GB for each layer of
+    Qwen3-30B-A3B). The model then runs again for every few layers, when their moments are asked for.
 
-    A token is weighted by its squared routing weight, as its error is in the output of the layer.
+    A token is weighted by its squared routing weight, because the error in the layer's output has this
+    weight.
     """
     return Calibration(model, tokens, full, batch, max_bytes)
 

@@ -20,7 +20,8 @@ from .methods import METHODS, find_method
 from .weight import quantize_weight
 
 CACHED_LOGITS = 4 << 30
-"""Most bytes of the original model's logits to keep. If there are more, the model runs again for each row."""
+"""The largest number of bytes of the original model's logits to keep. If there are more, the original model
+runs again for each row."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +109,9 @@ def evaluate(
     tokens: int64 [windows, length], on the model's device. A window has at least 2 tokens, because all but
         its first are predicted.
     calibration: without it, methods that need it are left out.
-    on_row: is called with each row when it is ready.
-    stored: codes by module, if the model's weights come from a 4-bit checkpoint. They get rows of method
-        "stored", before the methods that quantise the values again.
+    on_row: a function that is called with each row when it is ready. stored: codes by module, if the model's
+    weights come from a 4-bit checkpoint. They have rows with method "stored", before the rows of methods that
+    quantise the values again.
 
     Raises ValueError, after the first row, if the model has no experts that `prepare` takes. The model does
     not change. Extra memory: the packed weights, and up to 4 GiB of logits.
@@ -219,7 +220,7 @@ class Emulated(Arithmetic):
             scale[expert],
             None if factor is None else factor[expert],
             self.format,
-            # The kernels that round weights are Hopper's, for e2m1.
+            # Only Hopper's kernels round weights, and only for e2m1.
             significant_bits=self.mode.weight_bits if self.format.element == "e2m1" else None,
         )
 

@@ -16,8 +16,8 @@ from ..experts.packed import ExpertsForm
 
 @dataclass(frozen=True)
 class ExpertsModule:
-    """One experts module of a model: weights gate_up [E, 2 I, H] and down [E, H, I]; experts without
-    a gate have up [E, I, H] for gate_up."""
+    """One experts module of a model. Its weights are gate_up [E, 2 I, H] and down [E, H, I]. Experts without
+    a gate have up [E, I, H] instead of gate_up."""
 
     name: str
     module: Any
@@ -63,7 +63,8 @@ def stacked_experts(model: nn.Module) -> tuple[list[ExpertsModule], dict[str, st
 
 
 class Arithmetic:
-    """Arithmetic of an experts module: float32 without rounding. Subclasses round or record."""
+    """Computes the products of an experts module in float32, without rounding. Subclasses round or record
+    values."""
 
     def __init__(self, experts: ExpertsModule) -> None:
         self.experts = experts

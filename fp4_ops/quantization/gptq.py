@@ -4,8 +4,8 @@ Minimises E |W x - Q x|^2 = tr((W - Q) H (W - Q)^T), H = E[x x^T], column by col
 the later columns compensate its error. With U the upper Cholesky factor of H^-1, the error e_j = (w_j - q_j)
 / U_jj costs e_j^2, and w_i -= e_j U_ji for all i > j.
 
-A block's scale is chosen when the block is reached, from the weights as compensated so far. Every candidate
-goes through the recursion inside the block, and the one with the least cost is kept.
+A block's scale is chosen when the block is reached, from the weights as compensated so far. The recursion
+inside the block runs for every candidate, and the candidate with the least cost is kept.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _round_block(block: Tensor, factor: Tensor, step: Tensor, fmt: Format) -> tu
 def damping(diagonal: Tensor) -> Tensor:
     """Returns the number to add to the diagonal [E, K] of H: a twentieth of its mean.
 
-    With few calibration tokens H is singular. For an expert that saw no token H = 0, and all its columns
-    count the same. On the demo model, shares from 0.01 to 0.3 made no visible difference.
+    With few calibration tokens H is singular. For an expert without tokens H = 0, and all its columns have
+    the same weight. On the demo model, shares from 0.01 to 0.3 made no visible difference.
     """
     mean = diagonal.mean(-1, keepdim=True)
     return torch.where(mean == 0, 1.0, 0.05 * mean)

@@ -1,4 +1,5 @@
-"""Implements the grids of 4-bit weights in plain torch: which values exist, and which is the nearest.
+"""Implements the grids of 4-bit weights in plain torch: the values that codes represent, and rounding to the
+nearest value.
 
 The functions compute the same bits as `fp4::quantize` and `fp4::dequantize`. The quantisation methods combine
 them. Weights are blocks [..., ceil(K / block), block], the last one padded with zeros. Block scales are scale
@@ -68,7 +69,7 @@ class Element:
     reach: tuple[float, float]
     """The range of a search below and above that scale, in octaves."""
     saturated: float
-    """Least |w| / scale of a value that counts as saturated."""
+    """The smallest |w| / scale of a value that counts as saturated."""
     round_: Callable[[Tensor], Tensor]
     """Rounds to the nearest value, ties to the even code; in place, float32."""
     code: Callable[[Tensor], Tensor]

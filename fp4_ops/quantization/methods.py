@@ -1,4 +1,4 @@
-"""Table of the quantisation methods. A new method is a new row."""
+"""Lists the quantisation methods in a table. A new method is a new row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Method:
     mantissas: tuple[int, ...] = tuple(range(8))
     """The e4m3 mantissas a block scale may have."""
     calibration: str = "none"
-    """"none"; "diagonal": E[x_k^2] weighs each column's error; "full": E[x x^T], for `compensate`."""
+    """"none"; "diagonal": E[x_k^2] weights each column's error; "full": E[x x^T], for `compensate`."""
     compensate: bool = False
     """True for GPTQ: columns are rounded in order, and later columns compensate each rounding error."""
     formats: tuple[str, ...] = tuple(FORMATS)
@@ -53,7 +53,7 @@ METHODS = {
         ),
         Method(
             "four_over_six",
-            "the block's largest value at 6 or at 4, whichever errs less",
+            "the block's largest value at 6 or at 4, whichever has the smaller error",
             targets=(4.0,),
             formats=("nvfp4",),
         ),

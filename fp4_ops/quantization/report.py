@@ -27,7 +27,7 @@ class ExpertError:
     matrix: str
     expert: int
     sqnr: float
-    """10 log10(sum w^2 / sum (w - quantised)^2), in dB; infinite where nothing is lost."""
+    """10 log10(sum w^2 / sum (w - quantised)^2), in dB. Infinite if quantisation is exact."""
     saturated: float
     """Share of blocks with a value too large for their scale: see `grid.Element.saturated`."""
 
@@ -107,7 +107,8 @@ class ErrorReport:
 def weight_errors(
     w: Tensor, packed: Tensor, block_scale: Tensor, global_scale: Tensor | None, format: str
 ) -> tuple[Tensor, Tensor]:
-    """w [E, N, K] and its plain-layout 4-bit form -> (SQNR in dB [E], share of saturated blocks [E])."""
+    """Returns (SQNR in dB [E], share of saturated blocks [E]), given w [E, N, K] and its 4-bit form in layout
+    plain."""
     fmt = FORMATS[format]
     sqnr, saturated = [], []
     for part in _parts(w):
@@ -116,7 +117,7 @@ def weight_errors(
         if global_scale is not None and global_scale.numel():
             step = step * global_scale[part, None, None, None]
         error = split_blocks(decode(packed[part], fmt), fmt.block) * step - original
-        # In units of the largest weight: the squares of small ones would vanish.
+        # Compute in units of the largest weight. Otherwise the squares of small weights would underflow.
         unit = original.abs().flatten(1).amax(-1)
         unit = torch.where(unit == 0, 1.0, unit)[:, None]
         signal, noise = ((x.flatten(1) / unit).double().square().sum(-1) for x in (original, error))

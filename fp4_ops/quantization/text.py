@@ -56,7 +56,7 @@ def _tokens(file: Path, model: str | os.PathLike[str], vocab_size: int) -> list[
         raise ValueError(f"fp4: {file} is not UTF-8: {error}") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # each kind of tokenizer has its own way to be missing or broken
+    except Exception as error:  # each kind of tokenizer raises its own errors
         raise ValueError(f"fp4: {model} has no tokenizer that can be loaded: {error}") from None
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         # some kinds are None if their files are missing
@@ -70,7 +70,10 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration", type=Path, metavar="FILE", help="UTF-8 text for the methods that need it"
     )
     parser.add_argument(
-        "--calibration-windows", type=int, default=128, help="most windows of calibration text (default: 128)"
+        "--calibration-windows",
+        type=int,
+        default=128,
+        help="most windows of the calibration text (default: 128)",
     )
     parser.add_argument("--length", type=int, default=512, help="tokens in a window (default: 512)")
     parser.add_argument("--batch", type=int, default=8, help="windows that run at a time (default: 8)")

@@ -26,10 +26,11 @@ from .grid import (
 )
 from .methods import Method, find_method
 
-# The number of elements (whole matrices) that are quantised together: as few as keep the device busy.
+# The number of elements (whole matrices) that are quantised together. It is the smallest number that keeps
+# the device busy.
 CHUNK = {"cpu": 1 << 21, "cuda": 1 << 27}
-# The number of these elements that are rounded at a time: a CPU's cache holds them and about eight float32
-# copies.
+# The number of these elements that are rounded at a time. They and about eight float32 copies fit into a
+# CPU's cache.
 ROUNDED = {"cpu": 1 << 17, "cuda": 1 << 27}
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,14 +45,13 @@ def quantize_weight(
     """Quantises w [..., N, K] to packed uint8 [..., N, K/2], block_scale [..., N, ceil(K/block)],
     global_scale [...].
 
-    w ~ code x block_scale x global_scale, in the plain layout of `fp4::quantize`, which method "rtn" equals
-    bit for bit. global_scale is float32 for nvfp4 and None for the others.
+    w ~ code x block_scale x global_scale, in the plain layout of `fp4::quantize`. Method "rtn" gives the same
+    bits as `fp4::quantize`. global_scale is float32 for nvfp4 and None for the others.
 
     w: float32, bfloat16 or float16, finite, K even.
-    method: a name of `METHODS`; what each one does is written there.
-    calibration: about the inputs x that meet the weight (y = w x). For "weighted" float32 [..., K], the mean
-        of x_k^2; for "gptq" float32 [..., K, K], the mean of x x^T, of which "weighted" takes the diagonal.
-        `calibrate` measures both.
+    method: a name of `METHODS`, which describes each method. calibration: moments of the weight's inputs x (y
+    = w x). "weighted" needs the mean of x_k^2, float32 [..., K]; "gptq" needs the mean of x x^T, float32
+    [..., K, K]. "weighted" also takes the latter, and uses its diagonal. `calibrate` measures both.
 
     A few matrices are quantised at a time, so the largest one bounds the extra memory. Raises ValueError,
     naming the argument that does not fit.
@@ -120,7 +120,7 @@ def _for_each(
         return
 
     def run(part: slice) -> None:
-        with torch.inference_mode(inference):  # modes are each thread's own
+        with torch.inference_mode(inference):  # each thread has its own modes
             function(part)
 
     with ThreadPoolExecutor(

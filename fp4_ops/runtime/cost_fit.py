@@ -28,7 +28,7 @@ FEWEST = 6
 FOCUS = (10.0, 1.0, 0.3, 0.1)
 PASS_POWERS = (0.0, 0.02, 0.04, 0.06, 0.09, 0.12)
 ROUNDS = 8
-"""Number of rounds of reweighting, which make a few disturbed times count little."""
+"""The number of rounds of reweighting, which reduce the influence of a few outliers."""
 
 
 class Point(NamedTuple):
@@ -75,7 +75,8 @@ def errors(points: Sequence[Point], v: Values) -> tuple[float, float]:
 
 
 def fit(points: Sequence[Point], start: Values) -> Values:
-    """Returns the constants with the least loss. Of equal ones it takes those that predict times best.
+    """Returns the constants with the least loss. Among equal losses, it takes the constants that predict
+    times best.
 
     Constants that the points do not determine keep their values in `start`. The choice matters most where
     both kernels take nearly the same time, so the fit tries several weights for such points.

@@ -1,4 +1,4 @@
-"""Checks the device that a command or a function is given, before any work."""
+"""Checks the device argument of a command or a function, before any work."""
 
 from __future__ import annotations
 

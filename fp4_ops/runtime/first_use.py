@@ -1,4 +1,5 @@
-"""Checks kernels on GPUs where nobody has run them: compares their first use with the dequantised product.
+"""Checks kernels on GPUs on which they were never tested: compares their first use with the dequantised
+product.
 
 The result is stored in the user's cache folder, so the check runs once for each device, build and kernel. A
 kernel that fails the check is not used. The caller then takes the next kernel, and one warning says so.

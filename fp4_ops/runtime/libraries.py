@@ -1,4 +1,4 @@
-"""Finds the compiled libraries that register operators. They lie in the folder of the package."""
+"""Finds the compiled libraries that register operators. They are in the folder of the package."""
 
 from __future__ import annotations
 

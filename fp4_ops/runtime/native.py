@@ -192,9 +192,9 @@ def kernels_file(of_family: int) -> Path:
 class Work(NamedTuple):
     """Work of a product, the input of the cost model.
 
-    decode (NaN if it cannot run): `weights` read, `passes` over K, `values` of rows beyond an expert's first.
-    prefill: `seconds` by the kernels' own model, `shares` is 1 if SMs share tiles, and `ordered` counts the
-    16-bit values that are put in the kernel's order.
+    decode (NaN if it cannot run): `weights` that are read, `passes` over K, and `values` of rows after the
+    first row of each expert. prefill: `seconds` by the kernels' own model, `shares` is 1 if SMs share tiles,
+    and `ordered` counts the 16-bit values that are put in the kernel's order.
     """
 
     weights: float
@@ -220,7 +220,7 @@ def takes_few(
     groups: int, rows: int, block: int, up: tuple[int, int], down: tuple[int, int], a_format: str, sms: int,
     *, prefill_alone: bool = False, expected: int = 0,
 ) -> bool:  # fmt: skip
-    """True if decode or gemv run an expert block on a Hopper GPU of `sms` SMs, False if prefill does.
+    """True if decode or gemv run an expert block on a Hopper GPU with `sms` SMs, False if prefill runs it.
 
     rows: number of (token, expert) pairs. block: number of k that share a scale. up, down: N and K of the
     products. prefill_alone: the layout is sm90_int4 or batch invariant. expected: number of pairs whose

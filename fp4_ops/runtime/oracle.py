@@ -91,10 +91,11 @@ def folds(layout: str, kind: str) -> bool:
 
 
 def folded(exact: Tensor, factor: Tensor, layout: str) -> Tensor:
-    """Returns a weight's values as `folds` says. `factor` is that of the prepacked matrix."""
+    """Returns a weight's values after the rounding that `folds` describes. `factor` is the factor of the
+    prepacked matrix."""
     int4 = LAYOUTS[layout].order == "sm90_int4"
     unit = factor.to(F64)[..., None, None] * (1 if int4 else 8)
-    up = 1 if int4 else 1 + 2**-20  # half-way between two e4m3 numbers the larger one is taken
+    up = 1 if int4 else 1 + 2**-20  # half-way between two e4m3 numbers, take the larger one
     return (exact / unit * up).float().to(torch.float8_e4m3fn).to(F64) * unit
 
 

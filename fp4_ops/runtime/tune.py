@@ -23,7 +23,7 @@ from .fitted import Values, families
 ROUTINGS = 4
 """Number of random routings of each product."""
 LAUNCH_US = 2000
-"""Microseconds that one timed run takes, about."""
+"""The approximate duration of one timed run, in microseconds."""
 
 SHAPES = ((64, 1536, 2048), (32, 5760, 2944), (16, 4096, 7168), (8, 4096, 14336))
 """Experts, N and padded K."""
@@ -80,7 +80,7 @@ def measure(gpu: native.Gpu, timer: Timer) -> list[Point]:
 
 
 class OnGpu:
-    """Timer that replays captured launches on a GPU and takes the median."""
+    """Measures by replaying captured launches on a GPU. Takes the median."""
 
     def __init__(self) -> None:
         self._weight: tuple[tuple[Any, ...], tuple[torch.Tensor, ...]] | None = None

@@ -22,7 +22,7 @@ from fp4_ops.checkpoints import quantize_checkpoint
 from fp4_ops.quantization.report import error_report
 
 GATE = r"its gate is none of fp4::moe's activations .*swigluoai.*clamped or not"
-ENTRY = "it is no entry of transformers' experts interface"
+ENTRY = "it is not an entry of transformers' experts interface"
 # A family, changes to its config, why its experts stay as they are (empty: they do not), and in which layers.
 CASES: dict[str, tuple[str, dict[str, Any], str, tuple[int, ...]]] = {
     "llama4": ("llama4_text", {}, ENTRY, (0, 1)),

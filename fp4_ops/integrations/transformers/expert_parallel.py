@@ -23,8 +23,8 @@ def register() -> None:
         return
 
     class FP4ExpertParallel(expert_parallel.EPImplementation):  # type: ignore[name-defined, misc]
-        """transformers makes one for each experts module, with the meshes of experts and of processes with
-        equal batches."""
+        """transformers makes one object for each experts module. It passes two meshes: the processes that
+        share the experts, and the processes that have the same batch."""
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)

@@ -25,7 +25,8 @@ _OWN_STEPS = (
     "prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample", "_prefill",
     "_valid_auto_compile_criteria",
 )  # fmt: skip
-"""Methods of `generate`. A model that overrides one of them may do there what this loop leaves out."""
+"""Methods of `generate`. If a model overrides one of them, its code may do something that this loop leaves
+out."""
 
 
 def decoding_loop(
@@ -237,7 +238,8 @@ class _Decoding:
         return scores.argmax(-1)
 
     def _flag(self, cache: Any) -> _Flag:
-        """Returns a late flag if nobody can see the extra step: in the cache, random numbers or outputs."""
+        """Returns a late flag if the extra step has no visible effect on the cache, random numbers or
+        outputs."""
         shows = self.config.do_sample or self.returns or getattr(cache, "_is_user_defined", False)
         return _Flag(
             self.prompt.device, late=_looks_late(self.prompt.device) and not shows and not self.streamer
@@ -249,8 +251,8 @@ def _looks_late(device: torch.device) -> bool:
 
 
 def _compares_fast(logits: Tensor) -> bool:
-    """True if the largest of 16-bit logits is found without a float32 copy. torch's kernel for CPUs is slower
-    for 16 bits."""
+    """True if 16-bit logits should be compared without a float32 copy. On a CPU, torch's kernel for 16 bits
+    is slower."""
     return logits.is_cuda and logits.dtype.itemsize == 2
 
 
@@ -261,7 +263,7 @@ def _default_config(model: Any) -> Any:
 
 
 class _Flag:
-    """Tells whether all rows are finished. A `late` flag answers one step later, so the host never waits."""
+    """Says whether all rows are finished. A `late` flag answers one step later, so the host never waits."""
 
     def __init__(self, device: torch.device, late: bool) -> None:
         self.late, self.cuda = late, device.type == "cuda"

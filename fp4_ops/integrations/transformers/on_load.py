@@ -22,7 +22,7 @@ class PackOnLoad(ConversionOps):
     def __init__(self, arriving: ArrivingExperts) -> None:
         self.arriving = arriving
         self.error: Exception | None = None
-        """The first error. transformers would log it and raise another one that names nothing."""
+        """The first error. transformers would only log it, and raise another error without the cause."""
 
     def convert(self, input_dict: dict[str, Any], *_: Any, **kwargs: Any) -> dict[str, Any]:
         """Packs a weight. Returns nothing for transformers to put into the model."""

@@ -61,7 +61,7 @@ METHOD = "fp4"
 
 
 class FP4Config(QuantizationConfigMixin):
-    """4-bit experts by fp4_ops, for `from_pretrained(..., quantization_config=FP4Config("nvfp4"))`.
+    """Config for 4-bit experts: `from_pretrained(..., quantization_config=FP4Config("nvfp4"))`.
 
     A folder that is in 4 bits already keeps its formats. For it, all options except `format`, `attention`,
     `dense` and `head` apply.
@@ -105,11 +105,12 @@ class FP4Config(QuantizationConfigMixin):
 
     @property
     def outside(self) -> dict[Kind, str]:
-        """The formats of linear layers outside the experts, by kind; "keep" leaves their dtype."""
+        """Returns the formats of linear layers outside the experts, by kind. "keep" leaves their dtype."""
         return {"attention": self.attention, "dense": self.dense, "head": self.head}
 
     def of_folder(self, stored: dict[str, Any], gguf: str | None = None) -> FP4Config:
-        """The same options for a folder in 4 bits, whose quantization_config is `stored`, or a GGUF file."""
+        """Returns the same options for a folder in 4 bits, whose quantization_config is `stored`, or for a
+        GGUF file."""
         made = copy.copy(self)
         made.stored, made.gguf = dict(stored), gguf
         return made
@@ -123,7 +124,8 @@ class FP4Config(QuantizationConfigMixin):
 
 
 class FP4HfQuantizer(HfQuantizer):
-    """Loads experts and linear layers that a folder stores in 4 bits into the model, without a change.
+    """Loads experts and linear layers that a folder stores in 4 bits into the model, without changing their
+    values.
 
     transformers loads the rest.
     """
@@ -309,7 +311,7 @@ def _check_ordinary(files: list[str] | None) -> None:
 
 def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
     """Returns the dtype of each parameter before weights are read, except those that a half-precision model
-    keeps in float32, whose dtype is transformers' business."""
+    keeps in float32. transformers chooses the dtype of these."""
     in_float32 = [f"*{pattern}*" for pattern in model._get_dtype_plan(model.dtype)]
     return {
         name: p.dtype
@@ -319,8 +321,8 @@ def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
 
 
 def _cast(model: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Gives parameters the requested dtype. From transformers 5.17 on, parameters that have another name
-    in the files arrive in the files' own dtype, and no product takes two dtypes."""
+    """Gives parameters the requested dtype. From transformers 5.17 on, parameters with another name in the
+    files arrive in the files' own dtype. A product cannot multiply two different dtypes."""
     for name, p in model.named_parameters():
         dtype = dtypes.get(name, p.dtype)
         if p.dtype != dtype and {p.dtype, dtype} <= {*FLOATING_OR_DOUBLE}:
@@ -391,8 +393,8 @@ class _Dispatch:
             dialects = dialects_of(config)
             ours = _is_ours(dialects)
         except CheckpointError as error:
-            # transformers ignores the global scales of compressed-tensors' nvfp4 experts, so it is no
-            # fallback. It also does not understand keys that we do not understand.
+            # transformers cannot replace us: it ignores the global scales of compressed-tensors' nvfp4
+            # experts. It also ignores keys that we do not know.
             unknown = error.unknown_meaning and not is_eight_bits(config)
             if self.other is None or holds_fp4(config) or unknown:
                 raise

@@ -78,7 +78,7 @@ def _dialects(
         k.setdefault(weight.format, set()).add(weight.k)
     for matrix in linears.values():
         k.setdefault(matrix.format, set()).add(matrix.shape[-1])
-    alone = not linears and len(k) == 1  # a folder in GPT-OSS's own dialect holds nothing else
+    alone = not linears and len(k) == 1  # GPT-OSS's own dialect holds only experts
     family = getattr(model.config, "model_type", None)
     return {format: writing_dialect(format, family, sizes, alone) for format, sizes in k.items()}
 
@@ -112,8 +112,8 @@ def stored_names(model: nn.Module) -> Callable[[str, int], list[str]]:
     """Returns a function from an experts weight and an expert's number to the names of its stored matrices:
     one, or gate and up.
 
-    The names come from transformers' rules in reverse, and are checked forwards. If the family's checkpoints
-    stack a weight, its name gets the expert's number.
+    transformers' rules are applied in reverse to get the names, and then forwards to check them. If the
+    family's checkpoints stack a weight, its name gets the expert's number.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter

@@ -45,9 +45,9 @@ def without_graphs(config: Any) -> Any:
 class GraphStep:
     """Runs `step`, which takes one token for each row, as a CUDA graph.
 
-    A step that compiles code or waits for the GPU cannot be captured. So the first steps run uncaptured
-    until one does neither. If a step waits, `give_up` is called and no step is captured. Each step
-    overwrites the outputs of the one before.
+    A step that compiles code or waits for the GPU cannot be captured. So steps run without capture until one
+    step does not compile. If a step waits, `give_up` is called, and no step is captured. Each step overwrites
+    the outputs of the one before.
     """
 
     def __init__(self, step: Callable[[Tensor], Any], give_up: Callable[[], None]) -> None:
@@ -97,7 +97,7 @@ class GraphStep:
 def _capture_stream(device: int) -> torch.cuda.Stream:
     """Returns this thread's stream for captures. cuBLAS keeps a workspace for every stream that it sees (32
     MiB on Hopper), so a new stream for each call of `generate` would cost memory."""
-    streams: Any = vars(_streams)  # of this thread
+    streams: Any = vars(_streams)  # streams of this thread
     if device not in streams:
         streams[device] = torch.cuda.Stream(device)
     found: torch.cuda.Stream = streams[device]

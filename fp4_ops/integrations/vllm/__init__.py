@@ -16,7 +16,7 @@ SWITCH = "FP4_VLLM"
 TESTED = ("0.26", "0.32")
 """Releases of vLLM with which the plugin was tested."""
 
-LOG = logging.getLogger("vllm.fp4_ops")  # vLLM shows what is below its own name
+LOG = logging.getLogger("vllm.fp4_ops")  # vLLM shows loggers below its own name
 
 
 def register() -> None:
@@ -37,12 +37,12 @@ def why_not() -> str:
     if ".".join(version.split(".")[:2]) not in TESTED:
         return (
             f"this is vLLM {version}, and fp4_ops was tested with {', '.join(TESTED)}. Install one of these, "
-            f"or set {SWITCH}=0 to see this no more"
+            f"or set {SWITCH}=0 to hide this message"
         )
     try:
         _try_kernels()
         from . import config  # noqa: F401
-    except Exception as error:  # whatever the error is, the server must start
+    except Exception as error:  # the server must start after any error
         return f"fp4_ops does not run here: {type(error).__name__}: {error}"
     return ""
 

@@ -1,4 +1,5 @@
-"""vLLM's quantisation config `fp4_ops`: decides which folders it takes, and which of their layers."""
+"""The quantisation config `fp4_ops` for vLLM. It decides which folders, and which of their layers, fp4_ops
+runs."""
 
 from __future__ import annotations
 

@@ -83,10 +83,10 @@ def check(layer: Any) -> None:
 
 
 class Experts(FusedMoEMethodBase):
-    """Base of the methods for `RoutedExperts`. It handles the shares of processes, biases, layouts and the
-    call.
+    """Base class of the methods for `RoutedExperts`. It handles biases, layouts, the call, and the parts of
+    several processes.
 
-    A subclass says which weights come, and turns them into codes.
+    A subclass says which tensors vLLM loads, and turns them into codes.
     """
 
     def __init__(self, layer: Any, format: str, tell: Callable[[], None]) -> None:
@@ -233,7 +233,7 @@ class Experts(FusedMoEMethodBase):
 
     def _rows(self, part: range, inner: int) -> list[range]:
         """Returns the rows of gate and up that belong to columns `part` of down."""
-        if len(part) == 0:  # the rows of the one block of zeros
+        if len(part) == 0:  # rows of the single block of zeros
             part = range(min(FORMATS[self.format].block, inner))
         if not self.gated:
             return [part]
@@ -331,7 +331,7 @@ class StoredExperts(Experts):
 
     def __init__(self, layer: Any, entries: Entries, tell: Callable[[], None]) -> None:
         super().__init__(layer, next(iter(entries.values())).stored.dialect.format, tell)
-        if not self.gated:  # up is all of it
+        if not self.gated:  # up is the whole weight
             entries = {(expert, matrix, ""): entry for (expert, matrix, _), entry in entries.items()}
         self.gathered = Gathered(entries)
         self.is_stack = any(is_stack(entry) for entry in entries.values())
@@ -378,7 +378,7 @@ class StoredExperts(Experts):
             self.put(layer, expert, matrix, codes)
 
     def _place(self, layer: Any, key: tuple[int, str, str], suffix: str, tensor: Tensor) -> Tensor | None:
-        """Returns the part of the operand that has the bytes of a tensor if its dialect does not change them.
+        """Returns the part of the operand into which a tensor's bytes can be copied unchanged.
 
         None if the tensor has another shape, or if this process has only a part of it.
         """
@@ -403,7 +403,7 @@ class StoredExperts(Experts):
         self._stacks[name] = tensor.detach().to(self.device, copy=True)
 
     def stacks(self, layer: Any) -> dict[str, Operands]:
-        """Both operands in layout plain."""
+        """Returns both operands in layout plain."""
         if not self.is_stack:
             return super().stacks(layer)
         found: dict[str, Operands] = {}
@@ -472,7 +472,7 @@ class QuantizedExperts(Experts):
         return Codes(packed, scale, factor if factor.numel() else None)
 
     def stacks(self, layer: Any) -> dict[str, Operands]:
-        """Both operands in layout plain."""
+        """Returns both operands in layout plain."""
         if not self.streams:
             for matrix, stem in STEMS.items():
                 for expert, weight in enumerate(getattr(layer, f"{stem}_weight").data):

@@ -112,7 +112,7 @@ class StoredLinear(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers a parameter for each tensor that the files have: empty ones, whose loaders gather."""
+        """Registers an empty parameter for each tensor of the files. Its loader gathers the data."""
         self.k = input_size_per_partition
         self.sizes = output_partition_sizes
         for suffix in sorted({s for entry in self.gathered.entries.values() for s in entry.suffixes}):

@@ -1,4 +1,4 @@
-"""Cuts the part of a weight that one of several processes has: rows, columns, or a part of the experts'
+"""Cuts out the part of a weight that one of several processes has: rows, columns, or a part of the experts'
 intermediate size.
 """
 
@@ -21,8 +21,8 @@ format is longer, it gets a multiple of a block.
 
 
 def share(inner: int, format: str, size: int, rank: int) -> range:
-    """Returns the columns of the experts' intermediate dimension that process `rank` of `size` has: whole
-    blocks.
+    """Returns the columns of the experts' intermediate dimension that process `rank` of `size` has. They are
+    whole blocks.
 
     Any division gives the same sum over processes, so nothing is padded. If there are more processes than
     blocks, some get no columns.

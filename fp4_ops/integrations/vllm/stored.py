@@ -155,7 +155,8 @@ class Gathered:
     ) -> Entry | None:  # fmt: skip
         """Keeps a tensor. Returns the entry of the weight that is whole now.
 
-        device: where the tensor is kept and decoded; by default where it is. into: memory that takes it.
+        device: the device that keeps and decodes the tensor; by default the tensor's own. into: memory to
+        copy it to.
         """
         entry = self.entries[key]
         if suffix not in entry.needed:
@@ -199,7 +200,7 @@ class Gathered:
 
 
 def is_stack(entry: Entry) -> bool:
-    """Returns whether an entry is GPT-OSS's: one tensor for all experts, in the order in which vLLM passes
-    them.
+    """Returns whether an entry is one tensor for all experts, in GPT-OSS's order, which is the order in which
+    vLLM passes them.
     """
     return isinstance(entry.stored.dialect, StackedBlocks)
