@@ -1,15 +1,16 @@
-"""Instructions per weight of the aarch64 kernels, counted under qemu: no times, for want of an Arm machine.
+"""Counts the instructions per weight of the aarch64 kernels, under qemu. It measures no times, because that
+would need an Arm machine.
 
     python release/wheels.py --machine aarch64           compiles the kernels
     python benchmarks/aarch64_instructions.py [--ggml FOLDER]
 
-One panel (16 x 2048 weights) is multiplied with 1 row and with 64, by every family of kernels. Quantising the
-rows is not in the count. --ggml: ggml's sources (vendor/ggml of the source distribution of ggml-python
-0.0.45), whose kernels of the same weights' size are compiled with the same -march and counted alike. Needs
-qemu-user and g++-aarch64-linux-gnu.
+Every family of kernels multiplies one panel (16 x 2048 weights) with 1 row and with 64 rows. The quantisation
+of the rows is not counted. --ggml gives ggml's sources (vendor/ggml of the source distribution of ggml-python
+0.0.45). ggml's kernels for weights of the same size are compiled with the same -march, and counted in the
+same way. The script needs qemu-user and g++-aarch64-linux-gnu.
 
-per_weight: instructions over weights; per_product: over weights times rows. mix: those that multiply, look up
-and load, per weight and row.
+per_weight: the instructions, divided by the weights. per_product: the instructions, divided by weights times
+rows. mix: the instructions that multiply, look up and load, per weight and row.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ OBJECTS = ROOT / "build" / "aarch64" / "csrc" / "cpu"
 CXX, QEMU = "aarch64-linux-gnu-g++", ["qemu-aarch64", "-cpu", "max"]
 WEIGHTS = 16 * 2048
 REPEATS = 2, 6
-"""The difference of two runs has neither start nor end in it."""
+"""Numbers of repetitions of two runs. Their difference leaves out the start and the end of the program."""
 FAMILIES = ("scalar", "neon", "neon_dotprod", "neon_i8mm", "neon_bf16")
 MIX = ("sdot", "smmla", "bfdot", "bfmmla", "fmla", "smlal", "tbl", "ldr", "ldp")
 MARCH = {"dotprod": "armv8.2-a+dotprod", "i8mm": "armv8.2-a+dotprod+i8mm"}
@@ -38,7 +39,7 @@ PEERS = {
     "dotprod": ("q4_0", "q4_0_4x4", "mxfp4", "mxfp4_4x4", "nvfp4"),
     "i8mm": ("q4_0_pairs", "q4_0_4x8"),
 }
-"""ggml's kernels that differ by -march: those of NxM are its repacked ones."""
+"""ggml's kernels by -march. The names with NxM are its repacked kernels."""
 
 
 def build(folder: Path, name: str, objects: list[Path], flags: list[str]) -> Path:
@@ -70,7 +71,7 @@ def ggml(folder: Path, source: Path, march: str) -> Path:
         objects.append(folder / f"ggml{i}.o")
         command = [f"aarch64-linux-gnu-{compiler}", *flags, "-c", str(file), "-o", str(objects[-1])]
         subprocess.run(command, check=True)
-    # What these kernels do not call is not linked.
+    # Functions that these kernels do not call are not linked.
     flags.append("-Wl,--unresolved-symbols=ignore-all")
     return build(folder, f"ggml_{march}", [HERE / "ggml.cpp", *objects], flags)
 
@@ -91,7 +92,7 @@ class Counter:
         self.names: dict[Path, dict[int, str]] = {}
 
     def of(self, program: Path, *arguments: str) -> collections.Counter[str]:
-        """By mnemonic: how many instructions a repetition takes."""
+        """Counts the instructions of one repetition, by mnemonic."""
         few, many = (self._run(program, *arguments, str(n)) for n in REPEATS)
         many.subtract(few)
         return collections.Counter({name: n / (REPEATS[1] - REPEATS[0]) for name, n in many.items() if n})
@@ -135,7 +136,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
         counter, program = Counter(folder), panels(folder)
         for family in args.families:
             for activations in ("bf16",) if family == "neon_bf16" else ("int8", "float32"):
-                if (family, activations) == ("neon_i8mm", "float32"):  # neon_dotprod's
+                if (family, activations) == ("neon_i8mm", "float32"):  # the same as neon_dotprod's
                     continue
                 for format in args.formats:
                     for n in args.rows:

@@ -1,12 +1,13 @@
-"""Perplexity and KL divergence of formats, methods and activations, of the demo model or one trained here.
+"""Measures perplexity and KL divergence for formats, methods and activations, with the demo model or one
+trained here.
 
     python benchmarks/accuracy.py                        examples/demo_model, activations left as they are
     python benchmarks/accuracy.py --minutes 2.2          a 110 M Mixture-of-Experts, trained on this GPU
     python benchmarks/accuracy.py --minutes 0.1 --size tiny
 
-The first runs `python -m fp4_ops eval` with half of examples/demo_model/heldout.txt as text and half for
-calibration; the second examples/train_moe_lm.py. `ratio` is the perplexity over that of the model in bf16,
-`ratio_error` its standard error, `kl` in nats a token.
+The first command runs `python -m fp4_ops eval` on one half of examples/demo_model/heldout.txt, and calibrates
+on the other half. The others run examples/train_moe_lm.py. `ratio` is the perplexity divided by that of the
+model in bf16, `ratio_error` is its standard error, and `kl` is in nats per token.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ import transformers  # noqa: F401  for the record's versions: other processes us
 
 DEMO = record.ROOT / "examples" / "demo_model"
 SPLIT = 60_000
-"""Bytes of the held-out text for perplexity; what follows is for calibration."""
+"""Bytes of the held-out text that are used for perplexity. The rest is used for calibration."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--minutes", type=float, help="of training; without it the demo model is measured")
-    parser.add_argument("--size", default="100m", help="of the model that is trained")
+    parser.add_argument("--minutes", type=float, help="minutes of training; default: the demo model")
+    parser.add_argument("--size", default="100m", help="size of the model that is trained")
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
@@ -65,7 +66,7 @@ def trained(folder: Path, args: argparse.Namespace) -> Iterator[record.Row]:
 
 
 def weight_errors(report: dict) -> Iterator[record.Row]:
-    """Signal to quantisation noise of the weights, over the experts of a module."""
+    """Yields the signal-to-quantisation-noise ratio of the weights, over the experts of a module."""
     of = {"table": "weight errors", "format": report["format"], "method": report["method"]}
     by_matrix = itertools.groupby(report["errors"], lambda e: (e["module"], e["matrix"]))
     for (module, matrix), errors in by_matrix:

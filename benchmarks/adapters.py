@@ -1,12 +1,14 @@
-"""A training step of LoRA adapters on a Qwen3-MoE layer stack: experts in bf16, in 4 bits of ours, in nf4.
+"""Measures a training step of LoRA adapters on layers of a Qwen3-MoE, with experts in bf16, in our 4 bits,
+and in nf4.
 
     python benchmarks/adapters.py [--layers 4] [--tokens 4096] [--tiny]
 
-Shapes of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, 8 a token), random weights, frozen but for rank-16
-adapters on q, k, v and o of each layer; checkpointing by transformers, AdamW on the adapters. Steps of all
-variants take turns; milliseconds are medians. Peak memory is of one variant alone. First the gradients are
-checked, in float32 and two layers: relative difference of all adapters' gradients from those of the model of
-the same dequantised weights.
+The model has the shapes of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, 8 for each token) and random
+weights. All weights are frozen, except rank-16 adapters on q, k, v and o of each layer. transformers
+checkpoints activations, and AdamW trains the adapters. Steps of all variants take turns; milliseconds are
+medians. Peak memory is measured for each variant alone. First the gradients are checked, in float32 and with
+two layers: the relative difference of all adapters' gradients from those of a model with the same weights,
+dequantised.
 
     bf16          transformers' grouped_mm
     nvfp4         fp4_ops.prepare(model, activation="bf16", trainable_inputs=True)
@@ -71,7 +73,7 @@ def with_adapters(model: nn.Module, checkpointing: bool = True) -> list[nn.Param
 
 
 def dequantised_twin(model: nn.Module, config: Qwen3MoeConfig) -> nn.Module:
-    """float32, with the weights that the packed ones of `model` stand for."""
+    """Returns the model in float32, with the dequantised weights of `model`."""
     twin = new_model(config).float()
     for own, packed in zip(filter(is_experts, twin.modules()), filter(is_experts, model.modules())):
         own.gate_up_proj.data = packed.gate_up_proj.dequantize()
@@ -123,7 +125,8 @@ def gradients(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_error(config: Qwen3MoeConfig, ids: torch.Tensor) -> float:
-    """In float32 throughout, so that no token is routed elsewhere by a rounding."""
+    """Returns the relative error of the gradients. All is computed in float32, so that rounding does not
+    change the routing of any token."""
     model = new_model(config).float()
     fp4_ops.prepare(model, activation="bf16", trainable_inputs=True)
     want = gradients(dequantised_twin(model, config), ids)
@@ -145,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU can take")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, for a CPU")
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:

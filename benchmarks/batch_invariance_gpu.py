@@ -1,4 +1,4 @@
-"""Cost of batch invariance on a Hopper GPU: `fp4::moe` with and without it, in one process.
+"""Measures the cost of batch invariance on a Hopper GPU: `fp4::moe` with and without it, in one process.
 
     python benchmarks/batch_invariance_gpu.py [--models qwen3-30b,...] [--tokens 1,8,...]
 
@@ -23,7 +23,7 @@ from torch import Tensor
 WAYS = {"auto": ("sm90", "auto"), "exact": ("mma_bf16", "none"), "invariant": ("mma_bf16_invariant", "none")}
 FORMAT = "nvfp4"
 GATE = "silu_interleaved"
-"""As in prepared models."""
+"""The activation, as in prepared models."""
 
 
 def block(way: str, x: Tensor, scores: Tensor, operands: tuple[Tensor, ...], ids: Tensor) -> Tensor:

@@ -5,12 +5,13 @@
     python benchmarks/changed_weights.py 48x8 48x128         LAYERSxEXPERTS of a Qwen3-MoE, hidden size 64
     ... --hidden 256 --inter 128                             other widths
 
-One decoding step with a static cache under torch.compile(backend="fp4"), bfloat16, batch 1; on a CPU one
-thread, in CPU time; on a GPU mode "reduce-overhead" (or `--mode default`), in wall time. Both sides are one
-compiled model in one process and take turns, a run of steps each, as one or the other would run: "without"
-only asks for versions and addresses. Times are medians; the ratio is that of neighbouring runs' medians.
-On a GPU `--wait` runs with the answer awaited before the step, as graphs are run that may not run twice, and
-`--ahead N` launches N steps before the host waits for them, as serving does.
+The script times one decoding step with a static cache under torch.compile(backend="fp4"), in bfloat16 with
+batch 1. On a CPU it uses one thread and measures CPU time. On a GPU it uses mode "reduce-overhead" (or
+`--mode default`) and measures wall time. Both variants are one compiled model in one process. They take
+turns, with a run of steps each. The variant "without" only compares versions and addresses. Times are
+medians; the ratio is the median ratio of neighbouring runs. On a GPU, `--wait` waits for the answer before
+the step, as for graphs that may not run twice. `--ahead N` launches N steps before the host waits for them,
+as serving does.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ATTENTION = "sdpa" if DEVICE == "cuda" else "eager"
 PROMPT = 64
 RUN, WARM = 20, 5
-"""Steps of a run, and those before them that bring its code into the processor's caches."""
+"""The number of steps of a run, and the number of steps before it that warm the processor's caches."""
 clock = time.perf_counter if DEVICE == "cuda" else time.thread_time
 
 
@@ -55,7 +56,7 @@ def model_of(what: str, hidden: int, inter: int) -> torch.nn.Module:
 
 
 class Step:
-    """One token after another, and whether samples are compared."""
+    """Runs decoding steps, with or without comparing samples."""
 
     def __init__(self, model: torch.nn.Module, wait: bool, mode: str, ahead: int) -> None:
         self.cache = StaticCache(model.config, max_cache_len=512)
@@ -90,7 +91,7 @@ class Step:
 
 
 def alone(step: Step, calls: int = 300) -> float:
-    """Microseconds of the comparisons of one step, by themselves."""
+    """Measures only the comparisons of one step, in microseconds."""
     times = []
     for _ in range(calls):
         start = clock()

@@ -1,10 +1,11 @@
-"""Quantising a checkpoint with calibration text, layer by layer: time, peak memory, and a kill half-way.
+"""Measures how a checkpoint is quantised with calibration text, layer by layer: the time, the peak memory,
+and a run that is killed half-way.
 
     python benchmarks/checkpoint_calibrated.py --method gptq --layers 4 --dir DIR
 
-Makes a bf16 Qwen3-MoE of random weights in DIR (0.2 GB a layer), and runs `python -m fp4_ops quantize` on it,
-with this repository's sources as its text (a model of bytes): once, and once killed (SIGKILL) with half the
-layers done and run again.
+Makes a bf16 Qwen3-MoE with random weights in DIR (0.2 GB for each layer), whose tokens are bytes. Then it
+runs `python -m fp4_ops quantize` on the model twice, with this repository's sources as text. The second run
+is killed (SIGKILL) after half of the layers, and started again.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def make_source(folder: Path, layers: int) -> None:
 
 
 def quantize(step: str, command: list[str], out: Path, kill_after: int | None = None) -> record.Row:
-    """Runs it; kill_after: SIGKILL once so many layers are done."""
+    """Runs the command. kill_after: the number of finished layers after which it gets a SIGKILL."""
 
     def enough() -> bool:
         return any(int(f.stem[-5:]) >= kill_after for f in out.glob(f"{SPOOL}/state-*.safetensors"))
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", default="nvfp4", choices=list(FORMATS))
     parser.add_argument("--windows", type=int, default=16, help="of 256 bytes")
     parser.add_argument(
-        "--dir", type=Path, required=True, help="scratch space: 0.4 GB a layer, removed afterwards"
+        "--dir", type=Path, required=True, help="scratch space: 0.4 GB for each layer, removed afterwards"
     )
 
 
@@ -71,7 +72,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
         "--calibration-windows", str(args.windows),
     ]  # fmt: skip
     try:
-        # Elsewhere: a child's peak starts at what its parent holds.
+        # Make it in another process, because the peak of a child process starts at the memory of its parent.
         maker = multiprocessing.get_context("spawn").Process(target=make_source, args=(source, args.layers))
         maker.start()
         maker.join()

@@ -1,15 +1,17 @@
-"""Quantising a checkpoint that is larger than memory: peak memory, rate, and a kill half-way.
+"""Measures how a checkpoint that is larger than memory is quantised: peak memory, rate, and a run that is
+killed half-way.
 
     python benchmarks/checkpoint_stream.py --gb 20 --dir DIR
 
-Makes a bf16 checkpoint of random weights in DIR, in the layout of a Qwen3-MoE. Then, with the page cache of
-the files dropped before each step:
+Makes a bf16 checkpoint of random weights in DIR, in the layout of a Qwen3-MoE. Then it takes these steps, and
+drops the files from the page cache before each of them:
 
-1. reads the source and writes as many bytes as the result has, nothing else: what the disk costs, through the
+1. It only reads the source and writes as many bytes as the result has. This measures the disk, through the
    page cache and past it, one after the other (the sum of the faster read and the faster write) and at the
-   same time;
-2. `python -m fp4_ops quantize` in a process of its own: seconds, and its peak resident memory;
-3. the same, killed (SIGKILL) when half of the files are done, and run again: is the result the same?
+   same time.
+2. It runs `python -m fp4_ops quantize` in a process of its own, and measures seconds and peak memory.
+3. It does the same, but kills the process (SIGKILL) after half of the files and runs it again. Then it
+   compares the results.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def layer_tensors(layer: int) -> Iterator[Header]:
 
 
 def make_source(folder: Path, gb: float) -> None:
-    """Files of about 2.5 GB each: two layers."""
+    """Writes files of about 2.5 GB each, with two layers in each."""
     folder.mkdir(parents=True)
     per_layer = sum(2 * a * b for _, _, (a, b) in layer_tensors(0))
     layers = max(2, round((gb * 1e9 - 2 * VOCAB * HIDDEN) / per_layer))
@@ -134,7 +136,7 @@ def timed(what, *args) -> float:
 
 
 class Plain(NamedTuple):
-    """Seconds to read, to write, and to do both at the same time, through the page cache or past it."""
+    """Seconds to read, to write, and to do both at the same time. The page cache is used or bypassed."""
 
     read: float
     write: float
@@ -159,9 +161,9 @@ def plain_copy(source: Path, scratch: Path, sizes: list[int], read, write) -> Pl
 
 
 def run(command: list[str], killed: Callable[[], bool] | None = None) -> tuple[float, float, float, str]:
-    """Runs a command: seconds, seconds of processor time, peak resident GB, what it printed.
+    """Runs a command. Returns seconds, seconds of processor time, peak resident GB, and the output.
 
-    killed: SIGKILL once this is true.
+    killed: the command gets a SIGKILL when this returns True.
     """
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -178,7 +180,7 @@ def run(command: list[str], killed: Callable[[], bool] | None = None) -> tuple[f
 
 
 def quantize(source: Path, out: Path, kill_after: int | None = None) -> tuple[float, float, float, str]:
-    """`run` of the command. kill_after: SIGKILL once so many files are done."""
+    """Runs the command. kill_after: the number of finished files after which it gets a SIGKILL."""
 
     def enough() -> bool:
         state = out / PROGRESS
@@ -213,7 +215,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
         make_source(source, args.gb)
         size = sum(f.stat().st_size for f in weights(source))
         yield {"table": "source", **machine(), "files": len(weights(source)), "gb": size / 1e9}
-        quantize(source, whole)  # the sizes that plain_copy writes
+        quantize(source, whole)  # plain_copy needs the sizes of its result
         sizes = [f.stat().st_size for f in weights(whole)]
         plain, runs = [], []
         for _ in range(args.repeat):

@@ -1,13 +1,14 @@
 """Measures how the passes change the time of a compilation.
 
-    python benchmarks/compile_time.py loop 8 64 128       an unrolled loop over experts, beside Inductor alone
+    python benchmarks/compile_time.py loop 8 64 128       an unrolled loop over experts, and Inductor alone
     python benchmarks/compile_time.py layers 8x4 8x16     EXPERTSxLAYERS of a Mixtral (grouped_mm), the same
     python benchmarks/compile_time.py passes 8x4 128x48   only Dynamo and the passes, which take seconds
     python benchmarks/compile_time.py traced 8 128 512    the same for the loop
     ... --family qwen3_moe                                another of transformers' families
 
-CPU seconds of the first call, C++ compilers and the packing of the weights included. One thread, bfloat16, no
-caches, tokens marked as dynamic, hidden sizes so small that running costs nothing beside compiling.
+Times are CPU seconds of the first call, including C++ compilers and the packing of the weights. The script
+uses one thread, bfloat16 and no caches, and marks tokens as dynamic. Hidden sizes are so small that the run
+itself takes almost no time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ HIDDEN, INTER, TOP, TOKENS = 256, 512, 2, 16
 
 
 class Loop(nn.Module):
-    """A ModuleList of experts, each run on the tokens that chose it."""
+    """A ModuleList of experts. Each expert runs on the tokens that chose it."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class Loop(nn.Module):
 
 
 def transformer(family: str, experts: int, layers: int) -> nn.Module:
-    """A model of transformers', hidden size 64, in its default implementation of experts."""
+    """Makes a transformers model with hidden size 64 and the default implementation of experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -77,10 +78,10 @@ def cpu_seconds() -> float:
 
 
 class Passes:
-    """CPU seconds in the passes: `total`, of which `capture`.
+    """Measures CPU seconds in the passes: `total`, and the part `capture` of it.
 
-    `collector`: Python's, which visits all that is alive (Dynamo's trace, transformers) whenever that has
-    grown by a quarter, and may do so in the passes.
+    `collector`: the time of Python's garbage collector, which may run inside the passes. It visits all live
+    objects (Dynamo's trace, transformers) whenever their number has grown by a quarter.
     """
 
     def __init__(self) -> None:
@@ -117,7 +118,7 @@ class Passes:
 def first_call(
     model: nn.Module, x: torch.Tensor, backend: Any, fullgraph: bool = True
 ) -> tuple[float, Callable[[], Any]]:
-    """(CPU seconds of the first call, later calls)."""
+    """Returns (CPU seconds of the first call, a function for later calls)."""
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
     torch._dynamo.mark_dynamic(x, x.shape.index(TOKENS))
@@ -158,7 +159,7 @@ def loop(cells: list[str], family: str) -> Iterator[record.Row]:
 
 def layers(cells: list[str], family: str) -> Iterator[record.Row]:
     x = torch.randint(0, 128, (1, TOKENS))
-    for backend in ("fp4", "inductor"):  # what is loaded and built once
+    for backend in ("fp4", "inductor"):  # a warm-up for work that is done once
         first_call(transformer(family, 4, 1), x, backend)
     for experts, count in map(_cell, cells):
         model = transformer(family, experts, count)
@@ -173,7 +174,8 @@ def layers(cells: list[str], family: str) -> Iterator[record.Row]:
 
 
 def passes_alone(cells: list[str], family: str) -> Iterator[record.Row]:
-    """Dynamo and the passes; what they hand on is not compiled. Growth per layer is without the collector."""
+    """Measures only Dynamo and the passes; their graphs are not compiled. The growth per layer leaves out the
+    garbage collector."""
     x = torch.randint(0, 128, (1, TOKENS))
     options = parse(None, None)
     first_call(transformer(family, 4, 1), x, lambda gm, inputs: _analysed(gm, inputs, options))
@@ -195,7 +197,7 @@ def passes_alone(cells: list[str], family: str) -> Iterator[record.Row]:
 
 
 def traced(cells: list[str], family: str) -> Iterator[record.Row]:
-    """Dynamo and the passes for a loop over experts; what they hand on is not compiled."""
+    """Measures only Dynamo and the passes, for a loop over experts; their graphs are not compiled."""
     options = parse(None, None)
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16)
     first_call(Loop(4).bfloat16(), x, lambda gm, inputs: _analysed(gm, inputs, options))
@@ -232,7 +234,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
     with torch._inductor.config.patch(force_disable_caches=True):
-        torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # what any first compilation costs
+        torch.compile(lambda a: (a @ a).relu() + 1)(torch.randn(8, 8))  # a warm-up
         tables = {"loop": loop, "layers": layers, "passes": passes_alone, "traced": traced}
         yield from tables[args.table](args.cells, args.family)
 

@@ -1,11 +1,11 @@
-"""One Mixtral-like MoE layer on the CPU: transformers' block against the same router and fp4::moe.
+"""Compares one Mixtral-like MoE layer on the CPU: transformers' block, and the same router with fp4::moe.
 
     python benchmarks/cpu_layer.py [--threads 1 2] [--tokens 1 32] [--blocks 9]
 
-Both run under stock torch.compile in bf16, in one process, block of calls for block of calls. Hidden 2048,
-8 experts of which each token meets 2, intermediate 4096. Every call takes other tokens, and so other experts.
-The stock block runs in each of transformers' ways to run experts that compiles; the ratio is against the
-fastest. Ours is first checked against float64 over the dequantised weights.
+Both run under stock torch.compile in bf16, in one process, with alternating blocks of calls. The layer has
+hidden size 2048, intermediate size 4096 and 8 experts, 2 for each token. Every call has other tokens, and so
+other experts. The stock block runs with each of transformers' experts implementations that compiles; the
+ratio is relative to the fastest. Our layer is first compared with float64 over the dequantised weights.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fp4Block(torch.nn.Module):
         return fp4.moe(x, ids, weights, *self.weights[0], *self.weights[1], **self.options).view_as(hidden)
 
     def exact(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In float64 over the dequantised weights and the unquantised activations."""
+        """Computes the layer in float64, with the dequantised weights and unquantised activations."""
         x = hidden.view(-1, HIDDEN)
         _, weights, ids = self.gate(x)
         w13, w2 = (fp4.dequantize(*w, self.options["format"], torch.float32) for w in self.plain)
@@ -66,7 +66,7 @@ class Fp4Block(torch.nn.Module):
 
 
 def paired(runners: dict, inputs: list[torch.Tensor], blocks: int) -> dict[str, list[float]]:
-    """Milliseconds a call in each block, the sides in alternation."""
+    """Measures milliseconds per call in each block of calls. The runners take turns."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for block in range(blocks):
         for name in runners if block % 2 == 0 else reversed(runners):
@@ -118,7 +118,8 @@ def rows(options: argparse.Namespace) -> Iterator[record.Row]:
 
 
 def compared(threads: int, tokens: int, times: dict[str, list[float]]) -> Iterator[record.Row]:
-    """`speedup`: the fastest stock block's time over this one's, the median over rounds."""
+    """Yields rows. `speedup` is the time of the fastest stock block divided by the time of this one, the
+    median over rounds."""
     stock = [n for n in times if n.startswith("stock")]
     fastest = min(stock, key=lambda n: statistics.median(times[n]))
     for name, values in times.items():

@@ -1,4 +1,4 @@
-"""How fast the CPU that a benchmark runs on reads and copies memory, and what its caches hold."""
+"""Measures how fast the CPU reads and copies memory, and reads the size of its caches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 def last_cache_bytes() -> int:
-    """The size of the largest cache, as Linux tells it; 32 MiB if it does not."""
+    """Returns the size of the largest cache, as Linux reports it; 32 MiB if it does not."""
     sizes = [f.read_text().strip() for f in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
     return max((int(size.removesuffix("K")) * 1024 for size in sizes), default=32 << 20)
 
 
 def bandwidth(threads: int) -> record.Row:
-    """GB/s: two vectors read (their dot product), and one copied to the other (read + written). Together they
-    are four times what the largest cache holds, and 256 MiB at least."""
+    """Measures GB/s for reading two vectors (their dot product), and for copying one to the other (read +
+    written). Together they are four times as large as the largest cache, and at least 256 MiB."""
     count = max(1 << 25, last_cache_bytes() // 2)
     a, b = torch.zeros(count), torch.zeros(count)
     best = {}

@@ -1,12 +1,13 @@
-"""A whole decoding step on a CPU: Qwen3-30B-A3B's layers and head, experts alone or everything in 4 bits.
+"""Measures a whole decoding step on a CPU with Qwen3-30B-A3B's layers and head, where only the experts or all
+weights are in 4 bits.
 
     python benchmarks/cpu_step.py [--layers 2,6] [--formats nvfp4] [--threads 16] [--prefill 512]
 
-Random bfloat16 weights, batch 1, a static cache, torch.compile(backend="fp4"). A step is the median of
-40. Two numbers of layers give the time of one layer and of the rest (embedding, norm, head, argmax), and
-from these the time of the 48 layers of the model. First each variant's logits are compared with those of
-the same model whose weights were replaced by the values of their codes. `--prefill` also times a prompt of
-so many tokens, run uncompiled, as `generate` runs it.
+The model has random bfloat16 weights and a static cache, and runs with batch 1 under
+torch.compile(backend="fp4"). The time of a step is the median of 40. From two numbers of layers follow the
+time of one layer and the time of the rest (embedding, norm, head, argmax), and from these the time of all 48
+layers. First, each variant's logits are compared with those of the same model with dequantised weights.
+`--prefill` also times an uncompiled prompt of this number of tokens, as `generate` runs it.
 
     experts     fp4_ops.prepare(model, format): everything else is bf16
     whole       prepare(model, format, attention=format, head=format)
@@ -40,7 +41,8 @@ KINDS = {"experts": (), "whole": ("attention", "head")}
 
 
 def new_model(layers: int) -> Qwen3MoeForCausalLM:
-    """A model whose weights repeat some random rows: billions of random numbers would take minutes."""
+    """Makes a model whose weights repeat some random rows, because billions of random numbers would take
+    minutes."""
     config = Qwen3MoeConfig(**SIZES, num_hidden_layers=layers, vocab_size=VOCABULARY, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).bfloat16().eval()
@@ -61,7 +63,8 @@ def new_model(layers: int) -> Qwen3MoeForCausalLM:
 
 @torch.no_grad()
 def check(format: str, variant: str) -> record.Row:
-    """The relative error against the dequantised weights. Activations are int8, so it is about 1e-2."""
+    """Returns the relative error against the dequantised weights. Activations are int8, so the error is about
+    1e-2."""
     model = new_model(1)
     twin = copy.deepcopy(model)
     for name, p in twin.named_parameters():
@@ -84,7 +87,7 @@ def check(format: str, variant: str) -> record.Row:
 
 @torch.no_grad()
 def step_ms(model: Qwen3MoeForCausalLM, layers: int) -> float:
-    """Milliseconds of a step with so many of the model's layers."""
+    """Measures milliseconds of a step with this number of layers."""
     torch._dynamo.reset()
     model.config.num_hidden_layers = layers
     compiled = torch.compile(model, backend="fp4", dynamic=False)
@@ -101,7 +104,7 @@ def step_ms(model: Qwen3MoeForCausalLM, layers: int) -> float:
 
 @torch.no_grad()
 def prefill_ms(model: Qwen3MoeForCausalLM, layers: int, tokens: int) -> float:
-    """Milliseconds of an uncompiled forward pass over a prompt, the median of 3."""
+    """Measures milliseconds of an uncompiled forward pass over a prompt, the median of 3."""
     model.config.num_hidden_layers = layers
     ids = torch.randint(1, VOCABULARY, (1, tokens))
     times = []

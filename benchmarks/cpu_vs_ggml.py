@@ -1,23 +1,23 @@
-"""fp4::grouped_mm against ggml's ggml_mul_mat_id on this CPU, in one process, call for call.
+"""Compares fp4::grouped_mm with ggml's ggml_mul_mat_id on this CPU, in one process, with alternating calls.
 
     pip install ggml-python==0.0.45        (a source build of a few minutes, for the machine at hand)
     python benchmarks/cpu_vs_ggml.py [--threads 1 2] [--tokens 1 64 512] [--blocks 11]
 
-Both multiply float32 activations [tokens, 2048] with the same 8 experts of [2048, 2048], each quantising the
-activations to int8 within its time (ours by fp4::quantize_int8). Rows meet experts in the same way on both
-sides: of 64 tokens, token i meets expert i // 8; a single token meets one expert, another one at each call.
-Weights are either `cached` (one set of 8 experts, which a large L3 may hold) or `streamed` (each call takes
-the next of several sets, as a model's layers do). Of one token, where memory is what counts, there are so
-many sets that all experts of all of them, which calls take in turn, are 1.5 times what the largest cache
-holds. Of more tokens there are `--sets`.
+Both multiply float32 activations [tokens, 2048] with the same 8 experts of [2048, 2048]. The times include
+the quantisation of activations to int8 (ours by fp4::quantize_int8). Both use the same routing: with 64
+tokens, token i has expert i // 8; a single token has one expert, a different one at each call. Weights are
+either `cached` (one set of 8 experts, which may fit into a large L3) or `streamed` (each call uses the next
+of several sets, like the layers of a model). With one token, memory bandwidth matters most. There are then so
+many sets that all their experts, used in turn, are 1.5 times as large as the largest cache. With more tokens
+there are `--sets` sets.
 
-ggml runs every 4-bit type it has a claim with: MXFP4 (with our own codes, so that the values are equal) and
-Q4_0, both plain and in its repacked buffer type, and NVFP4 (not beyond 64 tokens: it is the slowest by far);
-the ratio is against the fastest of them.
+ggml runs each of its comparable 4-bit types: MXFP4 (with our own codes, so that the values are equal) and
+Q4_0, both plain and in its repacked buffer type, and NVFP4 (up to 64 tokens, because it is by far the
+slowest). The ratio is relative to the fastest of them.
 
-Then `fp4::moe` runs whole blocks, alone: one token with 2 of 8 experts (hidden and intermediate 2048), other
-ones at each call, from weights that are 1.5 times what the largest cache holds. Its bytes a second stand
-beside those of plain reads from memory.
+Then `fp4::moe` runs whole blocks without a peer: one token with 2 of 8 experts (hidden and intermediate size
+2048), different ones at each call. The weights are 1.5 times as large as the largest cache. Its bytes per
+second are printed beside those of plain reads from memory.
 """
 
 from __future__ import annotations
@@ -49,28 +49,29 @@ TYPES = {"mxfp4": ggml.GGML_TYPE_MXFP4, "q4_0": ggml.GGML_TYPE_Q4_0, "nvfp4": gg
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 def quiet(level, text, data) -> None:
-    """ggml's log, which would name every tensor it repacks."""
+    """Drops ggml's log, which would name every tensor that it repacks."""
 
 
 def library(part: str) -> ctypes.CDLL:
-    """One of ggml's shared libraries, for the functions that its bindings leave out."""
+    """Loads one of ggml's shared libraries, for functions that its bindings leave out."""
     return ctypes.CDLL(str(Path(ggml.__file__).parent / "lib" / f"libggml-{part}.so"))
 
 
 def routing(tokens: int, turn: int, sets: int) -> list[int]:
-    """The expert of each token, in rising order. One token's turns meet every expert of every set."""
+    """Returns the expert of each token, in rising order. With one token, the calls use every expert of every
+    set in turn."""
     if tokens == 1:
         return [(turn * 3 + turn // sets) % EXPERTS]
     return [i * EXPERTS // tokens for i in range(tokens)]
 
 
 def enough_sets(set_bytes: int) -> int:
-    """So many sets of weights are 1.5 times what the largest cache holds."""
+    """Returns the number of sets of weights that are together 1.5 times as large as the largest cache."""
     return math.ceil(1.5 * last_cache_bytes() / set_bytes)
 
 
 class Ggml:
-    """One mul_mat_id graph for each set of weights."""
+    """Runs one mul_mat_id graph for each set of weights."""
 
     def __init__(self, kind: str, repacked: bool, tokens: int, sets: int, weights, threads: int) -> None:
         self.name = f"ggml {kind}{' repacked' if repacked else ''}"
@@ -115,7 +116,7 @@ class Ggml:
 
     @staticmethod
     def _repack_type(registry: int):
-        """The repacked buffer type, found as llama.cpp finds it."""
+        """Finds the repacked buffer type in the same way as llama.cpp."""
         address = ggml.ggml_backend_reg_get_proc_address(registry, b"ggml_backend_dev_get_extra_bufts")
         device = ggml.ggml_backend_reg_dev_get(registry, 0)
         found = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(device)
@@ -169,7 +170,7 @@ class Ours:
 
 
 class Block:
-    """`fp4::moe` of one token."""
+    """Runs `fp4::moe` with one token."""
 
     def __init__(self, format: str, a_format: str) -> None:
         self.name, self.options = (
@@ -191,7 +192,8 @@ class Block:
 
 
 def to_ggml(weight: torch.Tensor, mxfp4: tuple[torch.Tensor, ...]):
-    """The bytes of the weight in a ggml type: MXFP4 from our own codes, the others by ggml's quantiser."""
+    """Returns the bytes of the weight in a ggml type. MXFP4 is made from our own codes, the others by ggml's
+    quantiser."""
 
     @functools.cache
     def make(kind: str) -> torch.Tensor:
@@ -211,7 +213,8 @@ def to_ggml(weight: torch.Tensor, mxfp4: tuple[torch.Tensor, ...]):
 
 
 def check(runner, x: torch.Tensor, dense: torch.Tensor, bound: float) -> float:
-    """Against float64 over `dense`: the weights both share, or the unquantised ones with a bound to match."""
+    """Compares a runner with float64 over `dense`. These are the weights that both share, or unquantised
+    weights with a larger bound."""
     runner.set_input(x)
     worst = 0.0
     for turn in range(3):
@@ -225,8 +228,8 @@ def check(runner, x: torch.Tensor, dense: torch.Tensor, bound: float) -> float:
 
 
 def paired(runners: list, blocks: int, seconds: float = 0.02) -> dict[str, list[float]]:
-    """Blocks of calls in alternation; the time of a call in each block. A pause lets the other's idle threads
-    stop spinning."""
+    """Measures the time of a call in alternating blocks of calls. A pause lets the idle threads of the other
+    library stop spinning."""
     times: dict[str, list[float]] = {r.name: [] for r in runners}
     counts, turn = {}, 0
     for r in runners:
@@ -302,7 +305,8 @@ def rows(options: argparse.Namespace) -> Iterator[record.Row]:
 def compared(
     threads: int, tokens: int, sets: int, times: dict[str, list[float]], peers: list[str], errors: dict
 ) -> Iterator[record.Row]:
-    """`speedup`: the fastest ggml type's time over ours, the median over blocks of calls."""
+    """Yields rows. `speedup` is the time of the fastest ggml type divided by ours, the median over blocks of
+    calls."""
     fastest = min(peers, key=lambda name: statistics.median(times[name]))
     weights = min(tokens, EXPERTS) * N * K
     for name, values in times.items():

@@ -4,15 +4,15 @@
     python benchmarks/fit.py prefill [--write]
     python benchmarks/fit.py cpu_rows [--write]
 
-`planner`: of the choice of decode or prefill, from the times in a file that `run.py h200_rows` wrote (of a
-Hopper GPU; needs no GPU), else from this machine's GPU, as `python -m fp4_ops tune` measures them. `prefill`:
-what tiles of csrc/sm90's kernels cost, from times of every candidate, on a Hopper GPU. `cpu_rows`: from how
-many rows an expert on this processor's kernels for many rows are taken (fit_cpu.py; some minutes).
+`planner` fits the choice between decode and prefill. It uses the times in a file that `run.py h200_rows`
+wrote on a Hopper GPU, and then needs no GPU. Without a file it measures this machine's GPU, like `python -m
+fp4_ops tune`. `prefill` fits the cost of tiles of csrc/sm90's kernels to times of every candidate, on a
+Hopper GPU. `cpu_rows` fits the number of rows per expert from which this processor uses its kernels for many
+rows (fit_cpu.py; some minutes).
 
-Prints the constants beside those that are built in, and how far both models are from the times. --write puts
-them into the file, with the device, commit and date. Constants of csrc/sm80's tiles, of the exchange between
-GPUs, of Triton's tiles and the other ones of the CPU are written by hand: their files say from which
-measurements.
+The script prints the constants beside the built-in ones, and the errors of both models. --write puts them
+into the file, with the device, commit and date. Constants of csrc/sm80's tiles, of the exchange between GPUs,
+of Triton's tiles, and the other constants of the CPU are written by hand. Their files name the measurements.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from fp4_ops.runtime.cost_fit import Point, errors, fit, solve
 
 ROOT = Path(__file__).parents[1]
 KINDS = {"16": "half", "bf16": "bf16", "8": "w4a8"}
-"""Kernels of benchmarks/h200_rows.py."""
+"""Names of kernels, by their names in benchmarks/h200_rows.py."""
 
 
 # --- decode or prefill ---
 
 
 def recorded(file: Path, gpu: native.Gpu) -> list[Point]:
-    """The products of a table that benchmarks/h200_rows.py wrote."""
+    """Returns the products of a table that benchmarks/h200_rows.py wrote."""
     points = []
     for row in json.loads(file.read_text())["rows"]:
         if row["table"] == "block":
@@ -59,7 +59,7 @@ def recorded(file: Path, gpu: native.Gpu) -> list[Point]:
 
 
 class Tiles(NamedTuple):
-    """Whole waves of equal tiles: of how many steps of 128 K, and how many tokens wide."""
+    """Whole waves of equal tiles, with their number of steps of 128 K and their width in tokens."""
 
     waves: int
     steps: int
@@ -68,11 +68,11 @@ class Tiles(NamedTuple):
 
 
 def fit_tiles(points: Sequence[Tiles]) -> list[float]:
-    """(base, slope, full, tile_base, tile_slope) of Cost in csrc/sm90/prefill_host.cuh: a step takes
-    max(base + slope * width, full * width), the rest of a tile tile_base + tile_slope * width.
+    """Fits (base, slope, full, tile_base, tile_slope) of Cost in csrc/sm90/prefill_host.cuh. A step takes
+    max(base + slope * width, full * width), and the rest of a tile takes tile_base + tile_slope * width.
 
-    Which of both bounds a step is not known: narrow tiles are taken for the first, wide ones for the second,
-    for each width between them, and the best of these fits is the answer.
+    It is not known which of the two terms limits a step. So each width is tried as a border: for narrower
+    tiles the first term counts, for wider tiles the second. The best of these fits is returned.
     """
     best: tuple[float, list[float]] | None = None
     widths = sorted({p.width for p in points})
@@ -82,7 +82,7 @@ def fit_tiles(points: Sequence[Tiles]) -> list[float]:
             narrow = p.width <= last
             step = [narrow * 1.0, narrow * p.width, (not narrow) * p.width]
             rows.append([p.waves * p.steps * s for s in step] + [p.waves, p.waves * p.width])
-        given = [i for i in range(5) if any(row[i] for row in rows)]  # all narrow: nothing says what is full
+        given = [i for i in range(5) if any(row[i] for row in rows)]  # all may be narrow: no `full`
         found = solve([[row[i] for i in given] for row in rows], [p.cycles for p in points])
         cost = [0.0] * 5
         for i, value in zip(given, found):
@@ -102,7 +102,7 @@ def tiles_cycles(p: Tiles, cost: Sequence[float]) -> float:
 
 class Candidate(NamedTuple):
     cost: str
-    """The name of its constants in constants.json."""
+    """The name of the candidate's constants in constants.json."""
     rows: int
     """Rows of weights in a tile, summed over the blocks of a cluster."""
     cluster: int
@@ -110,7 +110,7 @@ class Candidate(NamedTuple):
 
 
 def candidates(header: str, prefix: str) -> list[Candidate]:
-    """As csrc/sm90/prefill_fp8.cuh, or prefill_words.cuh, lists them."""
+    """Returns the candidates that csrc/sm90/prefill_fp8.cuh or prefill_words.cuh lists."""
     text = (ROOT / "csrc/sm90" / header).read_text()
     widths = {
         name: tuple(map(int, numbers.split(",")))
@@ -126,7 +126,8 @@ KERNELS = {"fp8": ("prefill_fp8.cuh", "w4a8"), "words": ("prefill_words.cuh", "b
 
 
 def measure_tiles(kind: str, values: fitted.Values) -> dict[str, list[Tiles]]:
-    """By the name of constants: times of dense products that are whole waves of one candidate's tiles."""
+    """Measures dense products that are whole waves of one candidate's tiles. Returns the times by the name of
+    constants."""
     from h200_hopper import median_us, random_weight
 
     from fp4_ops.backends.launchers.library import multiprocessors
@@ -160,7 +161,7 @@ def measure_tiles(kind: str, values: fitted.Values) -> dict[str, list[Tiles]]:
 
 
 def write(file: Path, group: str, values: fitted.Values, gpu: str) -> None:
-    """Puts a group's values into a file of constants, with where they come from."""
+    """Puts a group's values into a file of constants, together with their origin."""
     text = json.loads(file.read_text())
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
@@ -171,7 +172,7 @@ def write(file: Path, group: str, values: fitted.Values, gpu: str) -> None:
 
 
 def as_text(groups: dict[str, Any]) -> str:
-    """JSON with a line for each constant."""
+    """Returns JSON with a line for each constant."""
     text = json.dumps(groups, indent=1)
     on_a_line = re.sub(r"\[[^\]]*\]", lambda m: " ".join(m[0].split()), text)
     return on_a_line.replace("[ ", "[").replace(" ]", "]") + "\n"
@@ -225,7 +226,9 @@ def cpu_rows(args: argparse.Namespace) -> None:
 
     group = torch.ops.fp4.cpu_capability()
     if group not in fit_cpu.GROUPS:
-        raise SystemExit(f"the kernels of {group} are the same for many rows as for few: nothing is to fit")
+        raise SystemExit(
+            f"the kernels of {group} are the same for many and for few rows: there is nothing to fit"
+        )
     before = fitted.groups("cpu")[group].values
     points = []
     for p in fit_cpu.measure(group, fit_cpu.kinds_of(before)):

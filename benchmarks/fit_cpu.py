@@ -1,7 +1,8 @@
-"""From how many rows an expert on the CPU's kernels for many rows are the faster ones (`fit.py cpu_rows`).
+"""Finds the number of rows per expert from which the CPU's kernels for many rows are faster (`fit.py
+cpu_rows`).
 
-Two builds of the package are made in a temporary folder. One takes the kernels for many rows from the first
-row on, the other never. A process of each waits for products to time, so that both take turns.
+Two builds of the package are made in a temporary folder. One always uses the kernels for many rows, the other
+never does. Each build has a process that waits for products to time, so that both take turns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ KINDS = ("floating", "int8", "bf16")
 FORMATS = ("mxfp4", "nvfp4")
 ROWS = (*range(2, 33), 40, 48, 64)
 SPEED_AT = 128
-"""Rows an expert at which the kernels' speeds are compared."""
+"""The number of rows per expert at which the kernels' speeds are compared."""
 
 
 class Point(NamedTuple):
@@ -43,10 +44,12 @@ class Point(NamedTuple):
 
 
 def fit(points: Sequence[Point], before: fitted.Values) -> fitted.Values:
-    """`before` with min_rows and speed of these times. Kinds of rows that no point has stay as they are.
+    """Returns `before` with min_rows and speed fitted to these times. Kinds of rows without points stay as
+    they are.
 
-    min_rows is the least number of rows from which on many-row kernels win, at every number that was
-    measured; the speedup at one is the geometric mean of its points. 0 where they never do.
+    min_rows is the smallest number of rows such that kernels for many rows are faster at this and every
+    larger measured number. The speedup at a number is the geometric mean of its points. min_rows is 0 if they
+    are never faster.
     """
     found = dict(before)
     for kind in KINDS:
@@ -98,7 +101,8 @@ def timed() -> None:
 
 @contextmanager
 def build(min_rows: int, capability: str, kinds: Sequence[str], size: int) -> Iterator[subprocess.Popen[str]]:
-    """A process of a build whose kernels for many rows serve experts of so many rows and more (0: none)."""
+    """Starts a process of a build whose kernels for many rows run experts with `min_rows` rows or more (0:
+    none)."""
     sys.path[:0] = [str(ROOT / "csrc"), str(ROOT / "release")]
     import variants
     from generate import constants

@@ -1,11 +1,12 @@
-"""Operators on one GPU: microseconds, share of the floor, ratio to bf16 torch._grouped_mm in one process.
+"""Measures operators on one GPU: microseconds, share of the floor, and ratio to torch._grouped_mm in bf16, in
+one process.
 
     python benchmarks/gpu_ops.py [--models qwen3,...] [--tokens 1,8,...] [--sweep]
 
-Each figure is the median of CUDA-graph replays; a graph holds ROUTINGS calls, each with another random
-routing, so that weights come from memory, not from L2. Floor: the larger of the bytes that must move over
-the measured copy bandwidth and the arithmetic over the measured bf16 rate. Every shape is checked first.
---sweep times every tile candidate instead of the chosen one.
+Each figure is the median of CUDA-graph replays. A graph holds ROUTINGS calls, each with another random
+routing, so that weights come from memory, not from L2. The floor is the larger of two times: the bytes that
+must move, divided by the measured copy bandwidth; and the arithmetic, divided by the measured bf16 rate.
+Every shape is checked first. --sweep times every tile candidate instead of the chosen one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ MODELS = {
     for m in (
         Model("qwen3-30b", 128, 8, 2048, 768),
         Model("gpt-oss-120b", 128, 4, 2880, 2880),
-        # One of eight expert-parallel ranks: 32 local experts; T tokens of which each uses one of them.
+        # One of eight expert-parallel ranks, with 32 local experts. Each token uses one of them.
         Model("dsv3", 32, 1, 7168, 2048),
         Model("mixtral-8x7b", 8, 2, 4096, 14336),
     )
@@ -50,7 +51,7 @@ MODELS = {
 
 
 def median_us(calls, replays: int = 20) -> float:
-    """Median time of one of `calls`, all captured in one graph."""
+    """Returns the median time of a call. All `calls` are captured in one graph."""
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()
@@ -72,17 +73,17 @@ def median_us(calls, replays: int = 20) -> float:
 
 
 def ceilings() -> tuple[float, float]:
-    """Copy bandwidth (bytes/s, read + written) and bf16 rate (flop/s), measured here and now."""
+    """Measures the copy bandwidth (bytes/s, read + written) and the bf16 rate (flop/s)."""
     x = torch.randn(1 << 30, device=DEVICE, dtype=torch.bfloat16)
     y = torch.empty_like(x)
-    # Not copy_: in a graph that is a copy-engine node, and slower.
+    # Not copy_, because in a graph it is a node of the copy engine, which is slower.
     copy = median_us([partial(torch.neg, x, out=y)])
     a, b = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
     return 4 * (1 << 30) / copy * 1e6, 2 * 8192**3 / median_us([partial(torch.matmul, a, b)]) * 1e6
 
 
 def random_weight(groups: int, n: int, k: int, format: str):
-    """Random codes under plausible random scales."""
+    """Returns random codes with plausible random scales."""
     fmt = FORMATS[format]
     packed = torch.randint(0, 256, (groups, n, k // 2), device=DEVICE, dtype=torch.uint8)
     shape = (groups, n, fmt.num_blocks(k))

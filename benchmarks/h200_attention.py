@@ -1,10 +1,10 @@
-"""Times attention on Hopper: as models write it, and as compile_passes/neighbours/attention.py rewrites it.
+"""Times attention on Hopper, as models write it and as compile_passes/neighbours/attention.py rewrites it.
 
     python benchmarks/h200_attention.py
 
-32 query heads on 4, bfloat16, 128 wide, as in Qwen3-30B-A3B. A decoding step has one query a sequence, the
-keys of a cache and a mask; prefill is causal, by a mask of all pairs. Both results are compared with float64
-first.
+There are 32 query heads, 4 key/value heads and a head size of 128, in bfloat16, as in Qwen3-30B-A3B. A
+decoding step has one query for each sequence, the keys of a cache, and a mask. Prefill is causal and has a
+mask for all pairs. Both results are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def heads(b: int, n: int, s: int) -> torch.Tensor:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None."""
+    """Adds no arguments."""
 
 
 @torch.no_grad()

@@ -1,9 +1,10 @@
-"""Kernels of one qwen3-30b expert block on a Hopper GPU, us each by torch.profiler, by tokens and a_format.
+"""Times each kernel of one qwen3-30b expert block on a Hopper GPU with torch.profiler, in microseconds, by
+tokens and a_format.
 
     python benchmarks/h200_block.py [--tokens 1,8,32,128,512,2048,8192] [--activation silu_interleaved]
 
-Each call has another routing. h200_hopper.py times whole blocks; this says where their time goes. Kernel
-`all` is their sum.
+Each call has another routing. h200_hopper.py times whole blocks; this script shows how the time is divided
+among kernels. The kernel `all` is their sum.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CALLS = 12
 
 
 def weight(n: int, k: int) -> tuple[torch.Tensor, ...]:
-    """Outputs as large as inputs: gates of a size that models have."""
+    """Returns a weight whose outputs are about as large as its inputs, so that gates have realistic
+    values."""
     values = torch.randn(EXPERTS, n, k, device="cuda") / k**0.5
     plain = torch.ops.fp4.quantize(values, "nvfp4")
     return torch.ops.fp4.prepack(*plain, "nvfp4", "sm90")

@@ -1,11 +1,11 @@
-"""Builds of the Hopper kernels against each other: products and blocks, in turn in one process.
+"""Compares builds of the Hopper kernels: products and blocks, which take turns in one process.
 
     python benchmarks/h200_builds.py before.so after.so [...] [--models qwen3-30b,...] [--tokens 128,2048]
 
-Each is the `_sm90.so` of a build (`python setup.py build_ext --inplace` leaves it in fp4_ops/). Microseconds
-as h200_hopper.py measures them, the time over the first build's, and how far the results are from the
-first's (relative norm; 0 means the same bits). The operators launch all kernels of each build; points that
-decode runs are left out.
+Each argument is the `_sm90.so` of a build (`python setup.py build_ext --inplace` leaves it in fp4_ops/). The
+script prints microseconds, measured as in h200_hopper.py; the time divided by the first build's; and the
+difference of the results from the first build's (relative norm; 0 means the same bits). The operators launch
+all kernels of each build. Points for which decode runs are left out.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""SGLang's and FlashInfer's CUTLASS kernels beside ours in one process, microseconds.
+"""Compares SGLang's and FlashInfer's CUTLASS kernels with ours in one process, in microseconds.
 
     python benchmarks/h200_cutlass.py [--models qwen3-30b,...] [--tokens 1,8,32,128,512,2048]
                                       [--peers sglang,flashinfer]
 
 SGLang (PyPI `sglang-kernel`; version 0.4.4 loads in torch 2.11) has products of int4 weights, in groups of
-128, and fp8 rows. FlashInfer (PyPI `flashinfer-python`) has the whole block, of mxfp4 weights and fp8 or
-bfloat16 rows; it compiles its kernels first, which takes minutes. Both want K in multiples of 128: 2880 is
-padded to 2944 for them. SGLang's rows share one scale, which is given; ours have one each, which is given,
-too. FlashInfer quantises rows inside the block, as ours does. Its time is that of the fastest of its tactics
-for each product, of which it has two lists.
+128, and fp8 rows. FlashInfer (PyPI `flashinfer-python`) has the whole block, with mxfp4 weights and fp8 or
+bfloat16 rows; it compiles its kernels first, which takes minutes. Both need K as a multiple of 128, so 2880
+is padded to 2944 for them. SGLang's rows share one scale, and each of our rows has its own; both are computed
+beforehand. FlashInfer quantises rows inside the block, as we do. Its time is measured with the fastest of its
+tactics for each product; it has two lists of them.
 
-Method and models as in h200_hopper.py: CUDA-graph replays, every launch with another routing. Each kernel is
-first checked against float32 over the dequantised weights; for SGLang's products over its own rounded rows.
+Method and models are those of h200_hopper.py: CUDA-graph replays, and every launch has another routing. Each
+kernel is first compared with float32 over the dequantised weights. For SGLang's products, the reference uses
+SGLang's rounded rows.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Plain:
 
     @classmethod
     def random(cls, format: str, experts: int, n: int, k: int) -> Plain:
-        """Values of about K^-1/2, with scales that every layout here holds exactly."""
+        """Makes values of about K^-1/2, with scales that every layout here can hold exactly."""
         blocks = FORMATS[format].num_blocks(k)
         codes = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, device="cuda")
         if format == "mxfp4":
@@ -62,7 +63,7 @@ class Plain:
         return torch.ops.fp4.prepack(self.codes, self.scales, None, self.format, layout)
 
     def dense(self, expert: int) -> Tensor:
-        """[N, K] of one expert in float32."""
+        """Returns the weight [N, K] of one expert in float32."""
         one = self.codes[expert], self.scales[expert]
         return torch.ops.fp4.dequantize(*one, None, self.format, torch.float32)
 
@@ -96,7 +97,8 @@ def check(got: Tensor, want: Tensor, bound: float, what: str) -> None:
 
 
 class SglangWeight:
-    """int4 codes as they are; bfloat16 scales [E, K/512, N x 4] where 512 divides K, else [E, K/128, N]."""
+    """int4 codes without change, and bfloat16 scales: [E, K/512, N x 4] if 512 divides K, else [E, K/128,
+    N]."""
 
     def __init__(self, weight: Plain) -> None:
         experts, n, half = weight.codes.shape
@@ -110,7 +112,7 @@ class SglangWeight:
 
 
 class SglangRouting:
-    """Where each expert's rows begin, and the sizes N, M, K of each expert's product."""
+    """The start of each expert's rows, and the sizes N, M, K of each expert's product."""
 
     def __init__(self, w: SglangWeight, offs: Tensor) -> None:
         ends = F.pad(offs, (1, 0))
@@ -120,7 +122,7 @@ class SglangRouting:
 
 
 def sglang_product(w: SglangWeight, rows: Tensor, scale: Tensor, given: SglangRouting, top_k: int) -> Tensor:
-    """rows e4m3 [M, K], sorted by expert, times their one scale."""
+    """Multiplies e4m3 rows [M, K], which are sorted by expert and share one scale."""
     import sgl_kernel
 
     out = torch.empty(len(rows), w.n, dtype=torch.bfloat16, device="cuda")
@@ -171,17 +173,19 @@ def products(model: Model, n: int, k: int, tokens: list[int]) -> Iterator[record
 
 
 ROWS_OF_UP = slice(1, None, 2), slice(0, None, 2)
-"""Ours alternate between gate and up; FlashInfer's first weight has all of up, then all of gate."""
+"""In our weight, gate and up rows alternate. FlashInfer's first weight has all rows of up, then all rows of
+gate."""
 
 
 def whole(t: Tensor, value: int, per_element: int) -> Tensor:
-    """[E, N, K / per_element] with N and K padded: N is K of the other product."""
+    """Pads N and K of a tensor [E, N, K / per_element]. N is padded, too, because it is K of the other
+    product."""
     missing_n, missing_k = (padded(size) - size for size in (t.shape[1], t.shape[2] * per_element))
     return F.pad(t, (0, missing_k // per_element, 0, missing_n), value=value)
 
 
 class FlashinferBlock:
-    """Both weights of silu-gated experts."""
+    """FlashInfer's block, with both weights of silu-gated experts."""
 
     def __init__(self, up: Plain, down: Plain, kind: str) -> None:
         from flashinfer import fused_moe
@@ -205,7 +209,7 @@ class FlashinferBlock:
                 scales = fused_moe.interleave_moe_scales_for_sm90_mixed_gemm(exponents)
                 self.scales.append(scales.view(torch.int32))
             self.weights.append(packed)
-        if kind == "fp8":  # a scale that is reserved stands in the middle
+        if kind == "fp8":  # the middle argument is a reserved scale
             self.scales.insert(2, torch.ones((), device="cuda"))
 
     def run(self, x: Tensor, ids: Tensor, scores: Tensor, out: Tensor) -> Tensor:
@@ -218,10 +222,10 @@ class FlashinferBlock:
         return out[:, : self.hidden]
 
     def tune(self, run: Callable[[int], Tensor]) -> None:
-        """The fastest tactic of each product, of those that run. run(i) runs the block."""
+        """Finds the fastest working tactic of each product. run(i) runs the block with routing i."""
         from flashinfer.fused_moe import core
 
-        with contextlib.suppress(RuntimeError):  # makes the runner; the first tactic may not take these sizes
+        with contextlib.suppress(RuntimeError):  # creates the runner, or its first tactic fails
             run(0)
         runners = core.get_cutlass_fused_moe_module("90").MoERunner.runner_dict
         runner = next(made for key, made in runners.items() if key[-1] == (self.kind == "fp8"))
@@ -235,7 +239,7 @@ class FlashinferBlock:
                 self.tactics[product] = tactic
                 try:
                     times[tactic] = replay_us(captured(run, TUNING_LAUNCHES))
-                except RuntimeError:  # this tactic does not take these sizes
+                except RuntimeError:  # this tactic does not support these sizes
                     torch.cuda.synchronize()
             if not times:
                 raise RuntimeError(f"no tactic of FlashInfer's runs product {product + 1} of this block")
@@ -245,7 +249,7 @@ class FlashinferBlock:
     def _runs(runner: Any, tactic: int) -> bool:
         try:
             return runner.get_tactic_occupancy(tactic) > 0
-        except RuntimeError:  # a build without it
+        except RuntimeError:  # a build without such an option
             return False
 
 
@@ -291,7 +295,7 @@ def blocks(model: Model, tokens: list[int]) -> Iterator[record.Row]:
 
 
 def reference(up: Plain, down: Plain, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    """One token's output in float32."""
+    """Returns one token's output in float32."""
     out = torch.zeros(down.codes.shape[1], device="cuda")
     for expert, score in zip(ids.tolist(), scores.tolist()):
         h = up.dense(expert) @ x.float()

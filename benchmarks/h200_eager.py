@@ -1,11 +1,12 @@
-"""transformers' `generate` and `generate_batch` as they are, stock against fp4_ops, one line more or less.
+"""Compares transformers' `generate` and `generate_batch` with and without fp4_ops, which is one additional
+line of code.
 
     python benchmarks/h200_eager.py [--batches 1,8,64]
 
-The model of h200_generate (a Qwen3-MoE with 30B-A3B layer shapes, 16 layers, random bfloat16 weights).
-`eager generate`: a dynamic cache, nothing compiled; ms is the median between CUDA events on consecutive
-tokens, in the second call. `generate_batch`: 32 requests of 32 tokens are each continued by 64, in
-transformers' continuous batching; seconds of the second call. Variants:
+The model is that of h200_generate (a Qwen3-MoE with 30B-A3B layer shapes, 16 layers, random bfloat16
+weights). `eager generate` uses a dynamic cache and compiles nothing; ms is the median between CUDA events on
+consecutive tokens, in the second call. `generate_batch` continues 32 requests of 32 tokens by 64 tokens each,
+with transformers' continuous batching; seconds are those of the second call. The variants are:
 
     stock             the model as it is
     prepared          fp4_ops.prepare(model)

@@ -1,14 +1,15 @@
-"""transformers' `generate` with a static cache, stock against fp4_ops: a Qwen3-MoE with 30B-A3B layer shapes.
+"""Compares transformers' `generate` with and without fp4_ops, with a static cache and a Qwen3-MoE with
+30B-A3B layer shapes.
 
     python benchmarks/h200_generate.py [--variants stock,stock-grouped,prepared] [--batches 1,8,64]
 
-Random bfloat16 weights, 16 of the 48 layers. Every variant is compiled by `generate` itself (static cache,
-CompileConfig), in mode "reduce-overhead"; a step's time is the median between CUDA events before consecutive
-steps, in the second call. Steps and prefill go at the pace of some hosts: so the same steps are taken by a
-greedy loop of five lines, too, without generate's own Python, and by generate with
-`custom_generate=fp4_ops.decoding_loop`; and prefill as CUDA graphs. First the answer is
-checked: logits against the float32 model that holds the dequantised weights, next to stock bfloat16 on the
-same. Expert bytes are those of parameters and buffers.
+The model has random bfloat16 weights and 16 of the 48 layers. `generate` itself compiles every variant
+(static cache, CompileConfig), in mode "reduce-overhead". A step's time is the median between CUDA events
+before consecutive steps, in the second call. On a slow host, Python limits steps and prefill. So the same
+steps are also timed in a greedy loop of five lines, without generate's own Python, and in generate with
+`custom_generate=fp4_ops.decoding_loop`; prefill is also timed as CUDA graphs. First the results are checked:
+logits are compared with a float32 model with the dequantised weights, and so are those of the stock bfloat16
+model with the same weights. Expert bytes are those of parameters and buffers.
 
     stock             the default: decode through `batched_mm`
     stock-grouped     decode kept on `grouped_mm`
@@ -79,7 +80,7 @@ def new_model() -> Qwen3MoeForCausalLM:
 
 
 def packed_weights(model, variant: str):
-    """The weights that the variant has in 4 bits."""
+    """Returns the weights that the variant has in 4 bits."""
     for name, p in model.named_parameters():
         outside = is_whole(variant) and p.dim() == 2 and kind_of(name) in WHOLE
         if ".experts." in name or outside:
@@ -95,14 +96,15 @@ def prepare(model, format: str, variant: str) -> None:
 
 
 def fake_quantise(model, format: str, variant: str) -> None:
-    """The values four bits keep, run by stock code: what ours must agree with. Exact in a float32 model."""
+    """Replaces weights by their values in 4 bits, as the reference for our model. This is exact in a float32
+    model."""
     for p in packed_weights(model, variant):
         packed = torch.ops.fp4.quantize(p.detach().bfloat16(), format)
         p.data.copy_(torch.ops.fp4.dequantize(*packed, format, p.dtype))
 
 
 def expert_bytes(model) -> int:
-    """Everything under the `experts` modules, packed or not."""
+    """Returns the bytes of everything under the `experts` modules, packed or not."""
     experts = [m for name, m in model.named_modules() if name.endswith(".experts")]
     tensors = {t.data_ptr(): t for m in experts for t in (*m.parameters(), *m.buffers())}
     return sum(t.nbytes for t in tensors.values())
@@ -112,7 +114,8 @@ def compile_config(backend: str, format: str, tensor_guards: bool) -> CompileCon
     """Returns the configuration by which `generate` compiles a step, with CUDA graphs."""
     if backend == "inductor" and not tensor_guards:
         return CompileConfig()
-    # torch takes a mode or options; triton.cudagraphs is what mode="reduce-overhead" means.
+    # torch takes either a mode or options. The option triton.cudagraphs is equivalent to
+    # mode="reduce-overhead".
     options: dict = {"triton.cudagraphs": True}
     if backend == "fp4":
         options["format"] = format
@@ -123,8 +126,9 @@ def compile_config(backend: str, format: str, tensor_guards: bool) -> CompileCon
 
 @contextlib.contextmanager
 def clocked(model, ours: bool) -> Iterator[Clock]:
-    """A clock that ticks once a step: in our loop at the choice of a token, in `generate`'s own before each
-    call of the compiled step. Nothing is added to what runs: a processor of logits would change it."""
+    """Makes a clock that ticks once for each step. In our loop it ticks when a token is chosen, in
+    `generate`'s own loop before each call of the compiled step. It adds no logits processor, because that
+    would change the code that runs."""
     clock = Clock()
     holder, name = (generation._Decoding, "_choose") if ours else (model, "get_compiled_call")
     original = getattr(holder, name)
@@ -148,7 +152,8 @@ def clocked(model, ours: bool) -> Iterator[Clock]:
 
 @torch.no_grad()
 def generate_ms(model, batch: int, config: CompileConfig, **options) -> tuple[float, float, float]:
-    """Milliseconds a step in the second call, seconds of the first (compilation), and of the second."""
+    """Returns milliseconds per step in the second call, seconds of the first call (with compilation), and
+    seconds of the second."""
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
     spent = []
     for _ in range(2):
@@ -165,7 +170,8 @@ def generate_ms(model, batch: int, config: CompileConfig, **options) -> tuple[fl
 
 @torch.no_grad()
 def loop_ms(model, batch: int, config: CompileConfig) -> float:
-    """Milliseconds a step of a loop that calls the compiled model and takes the likeliest token."""
+    """Returns milliseconds per step of a loop that calls the compiled model and takes the most likely
+    token."""
     ids = torch.randint(1, CONFIG.vocab_size, (batch, PROMPT), device="cuda")
     cache = StaticCache(config=CONFIG, max_cache_len=PROMPT + STEPS)
     compiled = torch.compile(model, **config.to_dict())
@@ -199,9 +205,10 @@ def prefill_ms(model, backend: str, format: str, graphs: bool) -> float:
 
 @torch.no_grad()
 def check(format: str, variant: str) -> record.Row:
-    """Ours and stock bfloat16 on the same 4-bit values, each against stock in float32: equally far away."""
-    # Few enough rows an expert for activation="auto" to leave activations alone. A single draw is decided by
-    # the choices of experts that rounding turns.
+    """Compares ours and stock bfloat16, with the same 4-bit values, with stock in float32. Both must have
+    about the same error."""
+    # Each expert has so few rows that activation="auto" does not quantise activations. There are several
+    # draws, because rounding changes the choice of some experts, which would dominate a single draw.
     draws = [torch.randint(1, CONFIG.vocab_size, (2, 16), device="cuda") for _ in range(8)]
 
     def compiled(model):
@@ -238,7 +245,7 @@ def check(format: str, variant: str) -> record.Row:
 
 
 def keep_grouped(model):
-    """Decode stays on grouped_mm: no switch to batched_mm."""
+    """Keeps decode on grouped_mm, without the switch to batched_mm."""
     if hasattr(model, "_optimize_model_for_decode"):
         model._optimize_model_for_decode = contextlib.nullcontext
 

@@ -1,19 +1,21 @@
-"""The Hopper kernels on four models' expert shapes: both products and the whole block, against the floor.
+"""Measures the Hopper kernels with the expert shapes of four models: both products and the whole block,
+compared with the floor.
 
     python benchmarks/h200_hopper.py [--models qwen3-30b,...] [--tokens 1,8,32,128,512,2048,8192]
                                      [--format mxfp4]
 
-nvfp4 (or mxfp4), random weights, uniform random routing. Times are microseconds: the median over replays of
-a CUDA graph of launches, each with another of `ROUTINGS` routings, so that weights are cold in L2;
-activations are quantised to fp8 outside the products' rows and inside the block's. 16-bit rows meet weights
-in layout mma_bf16, as in a model that was prepared with activation="bf16"; others, and `auto`, those of
-sm90. Each is a burst of some 20 ms after a pause, as the times in results/peers_h200.json are: without
-pauses the chip is at its power limit, and its clock up to a quarter lower (h200_power.py). The floor is
-max(bytes of the experts hit / copy bandwidth, flops / matmul rate), with both ceilings measured in this
-process. `int4` is int4 in groups of 128 x fp8, `bf16` torch's own grouped_mm with bfloat16 weights. `peer`
-is the time of the fastest other kernel of 4-bit weights: with 16-bit rows, and with rows of any kind; as
-recorded in results/peers_h200.json, in another process, on an H200 (null on other cards). Each product is
-checked against float32 over the dequantised weights first.
+Weights are random, in nvfp4 (or mxfp4), and routing is random and uniform. Times are microseconds, the median
+over replays of a CUDA graph. Each launch in the graph has another of `ROUTINGS` routings, so that weights are
+not in L2. The time of a block includes the quantisation of activations to fp8; the time of a product does
+not. 16-bit rows are multiplied by weights in layout mma_bf16, as in a model that was prepared with
+activation="bf16". Other rows, and `auto`, use layout sm90. Each measurement is a burst of about 20 ms after a
+pause, as in results/peers_h200.json. Without pauses the chip reaches its power limit, and its clock is up to
+a quarter lower (h200_power.py). The floor is max(bytes of the experts hit / copy bandwidth, flops / matmul
+rate). Both rates are measured in this process. `int4` is int4 in groups of 128 x fp8; `bf16` is torch's own
+grouped_mm with bfloat16 weights. `peer` is the time of the fastest other kernel for 4-bit weights, with
+16-bit rows and with rows of any kind. It comes from results/peers_h200.json, which was recorded in another
+process on an H200 (null on other cards). Each product is first compared with float32 over the dequantised
+weights.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ ROUTINGS = 8
 PAUSE_SECONDS = 0.25
 BURST_US = 20_000
 GRAPH_US = 1_000
-"""Least time of a graph, so that its launch does not show in the times of its kernels."""
+"""The shortest duration of a graph, so that its launch has little influence on the times of its kernels."""
 LAYOUT = row_kernels.LAYOUT
 PEERS = record.RESULTS / "peers_h200.json"
 
@@ -54,7 +56,8 @@ class Model:
     hidden: int
     inter: int
     top_k: int
-    """0: one of this device's experts a token, as where experts are spread over devices."""
+    """The number of experts of a token. 0 means one of this device's experts, as if experts were spread over
+    devices."""
 
 
 MODELS = (
@@ -66,7 +69,7 @@ MODELS = (
 
 
 def captured(launch: Callable[[int], object], launches: int = ROUTINGS) -> torch.cuda.CUDAGraph:
-    """`launch(i)`, which uses routing i, for one routing after another."""
+    """Captures `launch(i)`, which uses routing i, for one routing after another."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch(0)
@@ -78,7 +81,7 @@ def captured(launch: Callable[[int], object], launches: int = ROUTINGS) -> torch
 
 
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Microseconds of a replay behind another, which hides what the host does."""
+    """Measures microseconds of a replay that runs behind another replay, which hides the work of the host."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     start.record()
@@ -89,7 +92,7 @@ def replay_us(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def median_us(launch: Callable[[int], object], pause: float = PAUSE_SECONDS) -> float:
-    """Microseconds of a launch, in a burst after the pause."""
+    """Measures microseconds of a launch, in a burst after the pause."""
     rough = replay_us(captured(launch)) / ROUTINGS
     launches = max(round(min(max(GRAPH_US, ROUTINGS * rough), BURST_US / 4) / rough), 1)
     graph = captured(launch, launches)
@@ -99,7 +102,8 @@ def median_us(launch: Callable[[int], object], pause: float = PAUSE_SECONDS) -> 
 
 
 def ceilings() -> tuple[float, float, float]:
-    """Copy bandwidth in bytes/us (read + write), bf16 and fp8 matmul rates in flops/us."""
+    """Measures the copy bandwidth in bytes/us (read + write), and the bf16 and fp8 matmul rates in
+    flops/us."""
     a = torch.randn(1 << 28, device="cuda")
     b = torch.empty_like(a)
     copy = 2 * a.nbytes / median_us(lambda i: torch.neg(a, out=b))
@@ -128,14 +132,14 @@ def random_weight(groups: int, n: int, k: int, layout: str = "sm90", format: str
 
 
 def routing(model: Model, tokens: int) -> torch.Tensor:
-    """Expert ids [tokens, k]."""
+    """Returns expert ids [tokens, k]."""
     if model.top_k == 0:
         return torch.randint(0, model.experts, (tokens, 1), device="cuda")
     return torch.rand(tokens, model.experts, device="cuda").topk(model.top_k).indices
 
 
 def check(a, w: NativeWeight, k: int, format: str, offs, out, what: str, bound: float) -> None:
-    """A few rows against float32 over the dequantised weights."""
+    """Compares a few rows with float32 over the dequantised weights."""
     for r in torch.randint(0, a.shape[0], (4,)).tolist():
         e = int(torch.searchsorted(offs, r, right=True))
         expert = (t[e : e + 1] for t in (w.codes, w.scales, w.global_scale))
@@ -151,7 +155,7 @@ def recorded_peers() -> list[record.Row]:
 
 
 def fastest_peer(shape: tuple[int, int, int], tokens: int, kinds: tuple[str, ...]) -> float | None:
-    """Microseconds, as recorded; None where nothing is."""
+    """Returns the recorded microseconds, or None if there is no record."""
     times = [
         row["us"]
         for row in recorded_peers()

@@ -1,10 +1,10 @@
-"""Humming (PyPI `humming-kernels`) beside ours in one process, grouped, microseconds.
+"""Compares grouped products of Humming (PyPI `humming-kernels`) with ours in one process, in microseconds.
 
     python benchmarks/h200_humming.py [--shapes "qwen3 gate/up,..."] [--rows bf16,fp8] [--tokens 32,128,...]
 
-Ours with nvfp4 and with mxfp4 weights; Humming's with nvfp4 where rows are bf16, and with mxfp4 where they
-are fp8 (quantised before), for which it has no nvfp4 kernels. Method as in h200_hopper.py: CUDA-graph
-replays, every launch with another routing. Humming compiles a kernel for each size, which takes seconds.
+Our weights are in nvfp4 and in mxfp4. Humming's are in nvfp4 for bf16 rows, and in mxfp4 for fp8 rows
+(quantised before), because it has no nvfp4 kernels for them. The method is that of h200_hopper.py: CUDA-graph
+replays, and every launch has another routing. Humming compiles a kernel for each size, which takes seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHAPES = {
     "mixtral gate/up": (8, 28672, 4096, 2),
     "mixtral down": (8, 4096, 14336, 2),
 }
-"""Experts, n, k, rows a token."""
+"""Experts, n, k, rows per token."""
 SCALES = {
     "bf16": {"scale_dtype": "float8e4m3", "group_size": 16},
     "fp8": {"scale_dtype": "float8e8m0", "group_size": 32},

@@ -1,10 +1,11 @@
-"""Clock, power and time of the prefill kernels at 8192 tokens, in bursts and without rest.
+"""Measures clock, power and time of the prefill kernels at 8192 tokens, in bursts and under sustained load.
 
     python benchmarks/h200_power.py
 
-Burst: one graph of eight launches after 0.3 s of rest. Sustained: the second half of 1.3 s of them, with the
-clock and the power that nvidia-smi shows meanwhile. torch's dense products of 8192^3 stand beside them: what
-the chip does at that power is the ceiling. `to_half` puts 16-bit rows in order, inside every W4A16 product.
+A burst is one graph of eight launches after a pause of 0.3 s. Sustained load is the second half of 1.3 s of
+such graphs, with the clock and the power that nvidia-smi shows in that time. torch's dense products of 8192^3
+are measured, too: they show the rate that the chip reaches at that power. `to_half` reorders 16-bit rows
+inside every W4A16 product.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Monitor(threading.Thread):
 
 
 def timed(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Microseconds a launch."""
+    """Measures microseconds per launch."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(replays):

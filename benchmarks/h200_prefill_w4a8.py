@@ -1,11 +1,13 @@
-"""NVFP4 weights x FP8 activations with many rows an expert on one H200: csrc/sm90/prefill_w4a8.cu alone.
+"""Measures csrc/sm90/prefill_w4a8.cu alone on one H200: NVFP4 weights x FP8 activations, with many rows per
+expert.
 
     python benchmarks/h200_prefill_w4a8.py [--tokens 512,2048,8192] [--all-candidates]
 
-Microseconds a launch, the floor max(bytes / 4.3 TB/s, flops / 1450 TFLOP/s) and the best of vLLM's CUTLASS
-int4 x fp8 and Humming's mxfp4 x fp8, measured on another H200 of the same kind. Median of
-replays of a CUDA graph, each after a pause, with four routings (uniformly random) in turn; Gaussian weights.
-Then one matrix of some of them (dense `mm`), beside torch's fp8 product of the same sizes with a scale a row.
+The script prints microseconds per launch, the floor max(bytes / 4.3 TB/s, flops / 1450 TFLOP/s), and the
+better time of vLLM's CUTLASS int4 x fp8 and Humming's mxfp4 x fp8, measured on another H200 of the same kind.
+Times are medians of replays of a CUDA graph, each after a pause, with four random uniform routings in turn
+and Gaussian weights. Then it measures one matrix of some shapes (dense `mm`), and torch's fp8 product of the
+same sizes with a scale for each row.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ ROUTINGS = 4
 
 
 def gaussian_codes(count: int) -> torch.Tensor:
-    """Packed bytes with the codes' frequencies in a Gaussian weight; their places make no difference."""
+    """Returns packed bytes whose codes have the frequencies of a Gaussian weight. Their order does not
+    matter."""
     edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device="cuda")
     packed = torch.empty(count, dtype=torch.uint8, device="cuda")
     for part in packed.split(1 << 26):
@@ -64,7 +67,7 @@ def random_routing(tokens: int, groups: int, top_k: int) -> torch.Tensor:
 
 
 def microseconds(launch, burst_ms: float = 8, repeats: int = 7) -> float:
-    """Bursts of about `burst_ms`, each after a pause, since a power cap slows sustained runs."""
+    """Measures bursts of about `burst_ms`, each after a pause, because a power limit slows sustained runs."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     launch(0)
     start.record()
@@ -92,7 +95,7 @@ def microseconds(launch, burst_ms: float = 8, repeats: int = 7) -> float:
 def measure(
     w: NativeWeight, k: int, tokens: int, top_k: int, configs: list[int]
 ) -> tuple[float, list[float]]:
-    """The floor and each candidate's time."""
+    """Returns the floor and each candidate's time."""
     m = tokens * top_k
     routings = [random_routing(tokens, w.groups, top_k) for _ in range(ROUTINGS)]
     x = (torch.randn(m, w.kp, device="cuda") * 100).clamp_(-448, 448).to(torch.float8_e4m3fn)
@@ -108,7 +111,7 @@ def measure(
 
 
 def measure_dense(tokens: int) -> Iterator[record.Row]:
-    """One weight matrix, NVFP4 against torch's fp8 x fp8, both in bursts after a pause."""
+    """Compares one weight matrix in NVFP4 with torch's fp8 x fp8, both in bursts after a pause."""
     for n, k in {(n, k) for _, n, k, *_ in SHAPES.values() if k % 128 == 0}:
         w = random_weight(1, n, k)
         x = torch.randn(tokens, k, device="cuda").clamp_(-448, 448).to(torch.float8_e4m3fn)

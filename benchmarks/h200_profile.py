@@ -1,10 +1,10 @@
-"""Where the time of `h200_generate.py --variants prepared-backend` goes: on the host, and in kernels.
+"""Divides the time of `h200_generate.py --variants prepared-backend` into parts on the host and kernels.
 
     python benchmarks/h200_profile.py [--batches 64,1] [--tensor-guards]
 
-The host's times are medians between the calls that a step of `generate` makes, without the profiler. Those
-of a step's kernels and of prefill's are by torch.profiler, which makes a step longer than in
-h200_generate.py, but not its kernels. `all` is the sum, `other` what is not listed.
+The host's times are medians between the calls in a step of `generate`, without the profiler. The times of
+kernels in a step and in prefill come from torch.profiler, which makes a step longer than in h200_generate.py,
+but not its kernels. `all` is the sum, and `other` the sum of kernels that are not listed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS, ROWS = 20, 24
 
 
 class Host:
-    """Moments at which a step's calls begin and end."""
+    """Records the times at which a step's calls begin and end."""
 
     def __init__(self) -> None:
         self.moments: list[tuple[str, float]] = []

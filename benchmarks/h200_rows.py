@@ -1,11 +1,13 @@
-"""Decode and prefill by rows an expert, us, and which of them the planner (csrc/cuda/choice.cpp) takes.
+"""Measures decode and prefill by rows per expert, in microseconds, and shows which of them the planner
+(csrc/cuda/choice.cpp) takes.
 
     python benchmarks/h200_rows.py [--rows 0.25,1,2,...] [--format mxfp4]
 
-nvfp4 (or mxfp4), four models' products with random routing, dense products, and the models' blocks. `16` and
-`bf16` are bfloat16 rows and weights in layout sm90, for whose prefill a pass puts them in order, and
-mma_bf16; `8` fp8 rows, quantised before. `decodes` says which one the operators take. A block in `auto` is
-decode of the rows as they are, or prefill of fp8 ones. `rows` is rows an expert.
+The weights are in nvfp4 (or mxfp4). The script runs four models' products with random routing, dense
+products, and the models' blocks. `16` is bfloat16 rows with weights in layout sm90, where a separate pass
+reorders the rows for prefill. `bf16` is bfloat16 rows with layout mma_bf16, and `8` is fp8 rows that were
+quantised before. `decodes` says which kernel the operators take. A block in `auto` is decode of unquantised
+rows, or prefill of fp8 rows. `rows` is the number of rows per expert.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The operators on Hopper's layouts, for weights as fp4_ops.backends.launchers holds them, and their
-planner."""
+"""Calls the operators on Hopper's layouts, with weights as fp4_ops.backends.launchers holds them, and asks
+the planner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _options(w: NativeWeight | Int4Weight) -> dict[str, Any]:
 
 
 def mm(a: Tensor, a_scale: Tensor | None, w: NativeWeight | Int4Weight, dtype: torch.dtype) -> Tensor:
-    """With the first matrix of a weight [groups, n, kp]."""
+    """Multiplies by the first matrix of a weight [groups, n, kp]."""
     one = [t[0] for t in _packed(w)]
     return torch.ops.fp4.mm(a, *one, a_scale, out_dtype=dtype, **_options(w))
 
@@ -52,7 +52,7 @@ def _product(w: NativeWeight, routing: Routing, rows: int) -> planner.Product:
 
 
 def decodes(a: Tensor, w: NativeWeight, routing: Routing, rows: int) -> bool:
-    """Whether decode or gemv multiplies these rows, and not prefill."""
+    """Returns whether decode or gemv multiplies these rows, and not prefill."""
     kernel = "w4a8" if a.dtype == torch.float8_e4m3fn else "bf16" if w.bf16 else "half"
     plan = planner.plan(_product(w, routing, rows), kernel, multiprocessors(a.device.index))
     return plan.family.name != "prefill"
@@ -61,6 +61,6 @@ def decodes(a: Tensor, w: NativeWeight, routing: Routing, rows: int) -> bool:
 def block_decodes(
     up: NativeWeight, down: NativeWeight, pairs: int, a_format: str, device: torch.device
 ) -> bool:
-    """The same of a block of so many (token, expert) pairs."""
+    """Returns the same for a block with `pairs` (token, expert) pairs."""
     products = [_product(w, Routing.OFFS, pairs) for w in (up, down)]
     return bool(planner.block_plan(*products, 1, a_format, multiprocessors(device.index), bf16=up.bf16).few)

@@ -2,10 +2,11 @@
 
     python benchmarks/host_time.py [--tokens 1,8,64] [--calls 200]
 
-Qwen3-30B-A3B's shapes (128 experts, hidden 2048, intermediate 768, 8 experts a token) in nvfp4, layouts
-mma_bf16 (`moe` in a_format none) and sm90 (`auto`). host_us: the median of runs of calls that are launched
-and not waited for, over the calls. gpu_us: the same calls replayed in a CUDA graph. `ratio` is the host's
-time over F.linear's of the same tokens and mode. Rows of `table: host`.
+The shapes are those of Qwen3-30B-A3B (128 experts, hidden 2048, intermediate 768, 8 experts per token) in
+nvfp4, with layouts mma_bf16 (`moe` with a_format none) and sm90 (`auto`). host_us: calls are launched without
+waiting; the median time of such runs, divided by the number of calls. gpu_us: the same calls, replayed in a
+CUDA graph. `ratio` is the host's time divided by that of F.linear with the same tokens and mode. The rows
+belong to `table: host`.
 """
 
 from __future__ import annotations

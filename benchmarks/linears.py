@@ -1,12 +1,12 @@
-"""Linear layers of few rows on one GPU: `fp4::linears` beside torch's F.linear, with norm, bias and residual.
+"""Compares `fp4::linears` with torch's F.linear for few rows on one GPU, with norm, bias and residual.
 
     python benchmarks/linears.py [--models qwen3-30b,...] [--rows 1,2,8,...] [--layers ...]
 
-Each time is the median of CUDA-graph replays; a graph has one launch for each of so many weights that they
-come from memory, not from L2. `us` is fp4::linears as a model's step calls it: all weights of a layer in one
-operator, with its norm and residual, weights requested early. `separate_us` is the norm by torch.compile's
-operators left out: F.linear of each weight alone. `bandwidth_ratio` is the weights' bytes in `us` over the
-rate of a copy, measured in the same process. Each shape is compared with float64 first.
+Each time is the median of CUDA-graph replays. A graph has one launch for each of many weights, so that
+weights come from memory, not from L2. `us` is the time of fp4::linears as in a model's step: all weights of a
+layer in one operator, with its norm and residual, and weights requested early. `separate_us` is the time of
+F.linear of each weight, without the norm. `bandwidth_ratio` is the rate at which `us` reads the weights,
+divided by the rate of a copy in the same process. Each shape is compared with float64 first.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp4_ops.runtime.oracle import relative_error
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
 COLD_BYTES = 250 << 20
-"""Weights of a graph, at least: five times an H100's L2."""
+"""The smallest size of a graph's weights, five times an H100's L2."""
 
 
 class Layer(NamedTuple):
@@ -60,7 +60,7 @@ def draw(*shape: int, scale: float = 1.0) -> Tensor:
 
 
 class Operands:
-    """A layer's weights, several of them, and what its operator takes beside them."""
+    """Several copies of a layer's weights, and the other arguments of its operator."""
 
     def __init__(self, layer: Layer) -> None:
         self.bytes = sum(layer.sizes) * layer.k * DTYPE.itemsize
@@ -80,7 +80,7 @@ class Operands:
         return [F.linear(x, w, b) for w, b in zip(weights, self.biases)]
 
     def check(self, x: Tensor, residual: Tensor | None) -> float:
-        """Largest relative error of a product, against float64 over the normed rows."""
+        """Returns the largest relative error of a product, compared with float64 over the normed rows."""
         rows = x
         if self.norm is not None:
             values = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
@@ -97,7 +97,7 @@ class Operands:
 
 
 def copy_rate() -> float:
-    """Bytes a microsecond that a copy reads and writes."""
+    """Measures the bytes per microsecond that a copy reads and writes."""
     source = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_us([partial(torch.add, source, 1, out=target)])

@@ -1,7 +1,7 @@
-"""Marlin's W4A16 products for experts (`moe_wna16_marlin_gemm`), called as vLLM calls them.
+"""Calls Marlin's W4A16 products for experts (`moe_wna16_marlin_gemm`) in the same way as vLLM.
 
 `load` takes the two operator libraries of a vLLM wheel, `_moe_C_stable_libtorch` and `_C_stable_libtorch`.
-The order of Marlin's weights and scales is that of vLLM 0.33.
+Marlin's weights and scales have the order of vLLM 0.33.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def load(folder: str) -> None:
 
 
 def _interleaved(scale: Tensor) -> Tensor:
-    """[K / block, N] -> the order in which lanes of Marlin's tiles want 64 columns."""
+    """Reorders scales [K / block, N] as the lanes of Marlin's tiles read 64 columns."""
     k, n = scale.shape
     order = [i + 8 * j for i in range(8) for j in range(8)]
     rows = scale.reshape(-1, 64)[:, order].reshape(-1, 4)[:, [0, 2, 1, 3]]
@@ -33,7 +33,8 @@ def _interleaved(scale: Tensor) -> Tensor:
 
 
 def _nvfp4_scales(scale: Tensor, power: float) -> Tensor:
-    """bfloat16 scales [K / 16, N] as Marlin's bytes: e4m3 times 2^7 without a sign, shifted by one bit."""
+    """Converts bfloat16 scales [K / 16, N] to Marlin's bytes: e4m3 times 2^7 without a sign, shifted by one
+    bit."""
     half = (_interleaved(scale).half() * power).half() * 128
     half[half < 2] = 0
     return (half.view(torch.int16) << 1).view(torch.float8_e4m3fn)[:, 1::2].contiguous()
@@ -42,7 +43,7 @@ def _nvfp4_scales(scale: Tensor, power: float) -> Tensor:
 class Weight:
     """Experts' weights [E, N, K] in 4 bits: packed, block scale and global scale of `fp4::quantize`.
 
-    N and K are padded with zeros to what Marlin takes.
+    N and K are padded with zeros to sizes that Marlin supports.
     """
 
     def __init__(self, packed: Tensor, scale: Tensor, factor: Tensor | None, format: str) -> None:
@@ -72,7 +73,7 @@ class Weight:
 
 
 class Rows:
-    """Rows that go to the experts `topk_ids` [rows of x, top_k], sorted as the kernel takes them."""
+    """Rows for the experts `topk_ids` [rows of x, top_k], sorted as the kernel needs them."""
 
     def __init__(self, topk_ids: Tensor, experts: int) -> None:
         count = topk_ids.numel()
@@ -95,7 +96,7 @@ class Rows:
 def product(
     x: Tensor, w: Weight, rows: Rows, top_k: int, workspace: Tensor, out: Tensor, scores: Tensor | None = None
 ) -> Tensor:
-    """out[i] = x[i // top_k] @ w[expert of i].T, times scores[i] if they are given."""
+    """Computes out[i] = x[i // top_k] @ w[expert of i].T, times scores[i] if they are given."""
     torch.ops._moe_C.moe_wna16_marlin_gemm(
         x, out, w.codes, None, w.scales, None, w.factor, None, workspace, rows.sorted, rows.of_block,
         rows.padded, rows.ones if scores is None else scores, rows.block, top_k, scores is not None, E2M1,

@@ -1,21 +1,22 @@
-"""Marlin (vLLM's W4A16) beside the mma.sync kernels in one process: both products and the whole block.
+"""Compares Marlin (vLLM's W4A16) with the mma.sync kernels in one process: both products and the whole block.
 
     python benchmarks/mma_marlin.py --vllm FOLDER --kernels LIBRARY [--shared-kb 99,163] [--tokens 1,8,...]
         [--models qwen3-30b,...] [--format nvfp4]
 
 FOLDER has the two operator libraries of a vLLM wheel, `_moe_C_stable_libtorch*.so` and
-`_C_stable_libtorch*.so`: unpack the wheel of vllm 0.33.0 (pip download --no-deps vllm==0.33.0); vLLM itself
-need not be installed. Marlin's code for these products is of compute_80, and so should ours be: LIBRARY is
-csrc/device and csrc/sm80 as setup.py builds `_sm80.so`, by `nvcc -gencode arch=compute_80,code=sm_90` where
-the GPU is an H100.
+`_C_stable_libtorch*.so`. Unpack the wheel of vllm 0.33.0 (pip download --no-deps vllm==0.33.0); vLLM itself
+need not be installed. Marlin's code for these products is compiled for compute_80, and ours should be, too.
+LIBRARY is built from csrc/device and csrc/sm80 like `_sm80.so` in setup.py, but with `nvcc -gencode
+arch=compute_80,code=sm_90` if the GPU is an H100.
 
-bfloat16 rows, 4-bit weights, uniform random routing, microseconds. `mma_99_us` are launches that use no more
-shared memory than sm_86, 89 and 120 have, `mma_163_us` than sm_80. `decode_us` and `prefill_us` are the
-same with the first of these limits and one kernel, whatever the planner takes; null where it is plain.
-Marlin's rows are sorted before the products' clock runs, as ours are; inside the block it sorts, and so do
-ours. Method as in h200_hopper.py: replays of CUDA graphs, every launch with another routing, each burst after
-a pause. The floor is that of h200_hopper.py. `mma_error` and `marlin_error`: relative to float32 over the
-dequantised weights, of the block where it has few rows; a time whose result is wrong is null.
+Rows are bfloat16, weights have 4 bits, routing is random and uniform, and times are microseconds. Launches of
+`mma_99_us` use at most the shared memory of sm_86, 89 and 120, those of `mma_163_us` that of sm_80.
+`decode_us` and `prefill_us` have the first limit and use one kernel, whatever the planner takes. They are
+null where the choice is obvious. For products, rows are sorted before the time is taken, Marlin's and ours.
+For blocks, the time includes the sort, Marlin's and ours. The method is that of h200_hopper.py: replays of
+CUDA graphs, every launch has another routing, and each burst comes after a pause. The floor is that of
+h200_hopper.py, too. `mma_error` and `marlin_error` are relative to float32 over the dequantised weights, for
+blocks with few rows. The time of a wrong result is null.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ PAUSE_SECONDS = 0.1
 BOUND = 1e-2
 """Bound of the error of a correct result. bfloat16 rounds to 2e-3."""
 MIGHT_BE_EITHER = 0.25, 64
-"""Numbers of rows an expert between which either kernel may be faster."""
+"""Either kernel may be faster between these numbers of rows per expert."""
 PAIRS_CHECKED = 64
 """Number of (token, expert) pairs of a block that are checked, each computed by itself."""
 
 Launch = Callable[[int], Tensor]
 Check = Callable[[], float | None]
-"""Gives the error of routing 0's result."""
+"""A function that returns the error of routing 0's result."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Experts:
-    """One weight [E, N, K] for both."""
+    """One weight [E, N, K], in the forms of both libraries."""
 
     def __init__(self, experts: int, n: int, k: int, format: str) -> None:
         values = torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * k**-0.5
@@ -73,17 +74,17 @@ class Experts:
 
     @property
     def bytes(self) -> float:
-        """Bytes of one expert."""
+        """Returns the bytes of one expert."""
         return self.n * self.k * FORMATS[self.format].bytes_per_weight()
 
 
 def routing(model: Model, tokens: int) -> Tensor:
-    """ids [tokens, top_k], distinct in a row."""
+    """Returns ids [tokens, top_k]. The ids of a token are distinct."""
     return torch.rand(tokens, model.experts, device="cuda").topk(max(model.top_k, 1), 1).indices.int()
 
 
 class Case:
-    """Rows of one size, with each of the routings, for one product or the block."""
+    """Rows of one size with several routings, for one product or the block."""
 
     def __init__(self, model: Model, tokens: int) -> None:
         self.model, self.tokens, self.top_k = model, tokens, max(model.top_k, 1)
@@ -99,7 +100,8 @@ class Case:
 
 
 class Product:
-    """Ours and theirs, of routing i. Rows of the first product are tokens, of the second pairs."""
+    """One product, ours and Marlin's. Rows of the first product are tokens, rows of the second are (token,
+    expert) pairs."""
 
     def __init__(self, case: Case, w: Experts, first: bool) -> None:
         self.case, self.w = case, w
@@ -136,7 +138,8 @@ class Product:
 
 
 class Block:
-    """The same of silu-gated experts. Marlin's up has all gates before all ups, ours pairs of them."""
+    """The same for a block of silu-gated experts. Marlin's first weight has all gates before all ups; in ours
+    they alternate."""
 
     def __init__(self, case: Case, up: Experts, down: Experts) -> None:
         self.case, self.up, self.down = case, up, down
@@ -156,8 +159,9 @@ class Block:
         )  # fmt: skip
 
     def theirs(self, i: int, exact: bool = False) -> Tensor:
-        """Where K of the second product is padded, vLLM has padded the first's N before. That work is left
-        out; so is, but for `exact` results, the copy that stands for it."""
+        """Runs Marlin's block. If K of the second product is padded, vLLM would have padded N of the first
+        product when it loads the weights. Here a copy does this; it is only made for `exact` results and is
+        not timed."""
         case, down = self.case, self.down
         case.rows[i].align()
         marlin.product(self.padded, self.up.theirs, case.rows[i], case.top_k, case.workspace, self.h)
@@ -196,7 +200,8 @@ def us_of(launch: Launch, error: float | None) -> float | None:
 
 
 def us_alone(launch: Launch, check: Check, each: float) -> dict[str, float | None]:
-    """By each kernel alone, where the planner might take either: `each` rows an expert."""
+    """Times each kernel alone, if the planner might take either of them. `each`: the number of rows per
+    expert."""
     us: dict[str, float | None] = {"decode_us": None, "prefill_us": None}
     if MIGHT_BE_EITHER[0] <= each <= MIGHT_BE_EITHER[1]:
         for kernel in ("decode", "prefill"):

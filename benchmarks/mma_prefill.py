@@ -1,14 +1,15 @@
-"""4-bit weights x bf16, fp16 or int8 activations by mma.sync (csrc/sm80), as GPUs without wgmma run them.
+"""Measures 4-bit weights x bf16, fp16 or int8 activations with mma.sync (csrc/sm80), as on GPUs without
+wgmma.
 
     python benchmarks/mma_prefill.py [--library FILE] [--most-shared KB] [--tokens 128,512,2048,8192]
         [--format nvfp4] [--rows int8] [--all-candidates]
 
-The kernels are those of `_sm80.so`, or of `--library`: an H100 runs them if they are built for it, as
-`nvcc -gencode arch=compute_80,code=sm_90` does. `--most-shared 99` has launches use no more shared memory
-than sm_86, 89 and 120 have, 163 than sm_80. Microseconds a launch, TFLOP/s, what the bytes alone need at
-the rate of a copy, which is measured first, and torch's grouped product of weights in the rows' type (of
-int8 rows, bf16). Quantising rows to int8 is not timed. Bursts
-of 8 ms after a pause, with four routings (uniformly random) in turn; Gaussian weights.
+The kernels are those of `_sm80.so`, or of `--library`. An H100 runs them if they are built with `nvcc
+-gencode arch=compute_80,code=sm_90`. With `--most-shared 99`, launches use at most the shared memory of
+sm_86, 89 and 120; with 163, that of sm_80. The script prints microseconds per launch, TFLOP/s, the time to
+move the bytes at the rate of a copy, which is measured first, and the time of torch's grouped product with
+weights in the rows' type (bf16 for int8 rows). The quantisation of rows to int8 is not timed. Measurements
+are bursts of 8 ms after a pause, with four random uniform routings in turn and Gaussian weights.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ SHAPES = {  # experts, N, K, top-k
 }
 BLOCK = {"nvfp4": 16, "mxfp4": 32}
 ROWS = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16}
-"""And the type of results."""
+"""Kinds of rows, each with the dtype of results."""
 ROUTINGS = 4
-"""In turn, so that weights of other experts lie in L2."""
+"""The number of routings that take turns, so that other experts' weights are in L2."""
 
 
 def random_weight(groups: int, n: int, k: int, block: int) -> NativeWeight:
-    """In the layout's bytes: scales 2^-4 to 2^3, times what they stand for."""
+    """Makes random bytes in the layout, with scales from 2^-4 to 2^3 times the layout's own factor."""
     kp = -(-k // 128) * 128
     layout = LAYOUTS["mma_bf16"]
     scales = torch.randint(6 << 3, 13 << 3, (groups * n * kp // block,), device="cuda").to(torch.uint8)
@@ -55,7 +56,7 @@ def random_weight(groups: int, n: int, k: int, block: int) -> NativeWeight:
 
 
 def copy_rate() -> float:
-    """Bytes a second, read and written."""
+    """Measures the bytes per second that a copy reads and writes."""
     a = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.numel() / microseconds(lambda _: b.copy_(a)) * 1e6

@@ -1,10 +1,11 @@
-"""How long new weights of a trainer take to get into a layer of Qwen3-30B-A3B that is in 4 bits.
+"""Measures how long it takes to put a trainer's new weights into a 4-bit layer of Qwen3-30B-A3B.
 
     python benchmarks/new_weights.py [--format nvfp4] [--rounds 3] [--device cuda]
 
-128 experts of 768 x 2048 in bf16, on the device already: stacked, one tensor a matrix, and one tensor a
-matrix in random order ("mixed"), where gate and up of an expert come apart. `load_state_dict` gets all of
-them at once, `fp4_ops.update` one by one. `waiting_mib`: most that waiting halves held.
+The weights are 128 experts of 768 x 2048 in bf16, already on the device. They are stacked, or one tensor for
+each matrix, or one tensor for each matrix in random order ("mixed"), so that gate and up of an expert come at
+different times. `load_state_dict` gets all of them at once, `fp4_ops.update` one by one. `waiting_mib`: the
+largest memory of halves that wait for the other half.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SIZES = {"num_experts": 128, "hidden_size": 2048, "moe_intermediate_size": 768}
 
 
 def layer(device: torch.device) -> nn.Module:
-    """The experts of one decoder layer, in bf16."""
+    """Makes the experts of one decoder layer, in bf16."""
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -39,7 +40,7 @@ def layer(device: torch.device) -> nn.Module:
 
 
 def per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same weights, one tensor a matrix."""
+    """Returns the same weights, with one tensor for each matrix."""
     made = {}
     for e, (both, down) in enumerate(zip(state["experts.gate_up_proj"], state["experts.down_proj"])):
         gate, up = both.chunk(2)
@@ -49,7 +50,7 @@ def per_expert(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def waiting(model: nn.Module) -> int:
-    """Bytes of halves that wait for the other."""
+    """Returns the bytes of halves that wait for the other half."""
     held = [m.__dict__.get("_halves", {}) for m in model.modules()]
     return sum(half.rows.nbytes for halves in held for one in halves.values() for half in one.values())
 
@@ -64,7 +65,7 @@ def one_by_one(model: nn.Module, items: list[tuple[str, Tensor]]) -> None:
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds."""
+    """Measures seconds."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,15 +1,16 @@
-"""Experts spread over the GPUs of a node: the exchange alone, and whole blocks, beside NCCL and torch.
+"""Measures experts that are spread over the GPUs of a node: the exchange alone, and whole blocks, compared
+with NCCL and torch.
 
     python benchmarks/nvlink.py [--ranks 2] [--tables exchange,sum,own,same] [--models qwen3-30b,...]
 
-Microseconds of a call in CUDA graphs, the slower rank's median; routings and weights change from call to
-call. `tokens` are those of one GPU. Tables: `exchange`, tokens to the ranks of their experts and their sums
-back; `sum`, the all-reduce; `own`, a block where each GPU has tokens of its own; `same`, where all have the
-same ones. Ways: `nccl` is what runs without a workspace; `alone`, all experts and these tokens on each GPU;
-`one`, one GPU serves all GPUs' tokens; `local`, a rank's experts on all tokens, without any exchange. What
-is timed is compared first with one GPU that serves all of these tokens: `error`, the norm of the difference
-over the norm. It takes the same kernels for both: where fp8 rows meet prefill's weights, those are rounded,
-and where they meet decode's, they are not; two such results differ by 5e-2.
+Times are microseconds of a call in CUDA graphs, the median of the slower rank. Routings and weights change
+from call to call. `tokens` counts the tokens of one GPU. The tables are: `exchange`, which sends tokens to
+the ranks of their experts, and their sums back; `sum`, the all-reduce; `own`, a block where each GPU has its
+own tokens; `same`, a block where all GPUs have the same tokens. The ways are: `nccl`, which runs without a
+workspace; `alone`, where each GPU has all experts and its own tokens; `one`, where one GPU serves the tokens
+of all GPUs; `local`, a rank's experts on all tokens, without any exchange. Each result is first compared with
+that of one GPU for all tokens. `error` is the norm of the difference, divided by the norm. Both use the same
+kernels, because with fp8 rows prefill rounds weights and decode does not: their results differ by 5e-2.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MODELS = {
     "gpt-oss-120b": (128, 2880, 2880, 4),
     "deepseek-v3": (256, 7168, 2048, 8),
 }
-"""Experts, hidden size, intermediate size, experts a token."""
+"""Experts, hidden size, intermediate size, experts per token."""
 ROUTINGS = 8
 Call = Callable[[int], object]
 
@@ -188,7 +189,8 @@ def sums(at: Rank, tokens_list: list[int]) -> None:
 
 
 def random_weight(at: Rank, experts: int, n: int, k: int) -> list[torch.Tensor]:
-    """The same on all ranks; experts have a few matrices of codes, and factors of their own."""
+    """Makes the same weight on all ranks. Experts share a few matrices of codes, but have factors of their
+    own."""
     few = torch.randn(8, n, k, device=at.device, generator=at.generator) / k**0.5
     operands = torch.ops.fp4.prepack(*torch.ops.fp4.quantize(few, "nvfp4"), "nvfp4", "sm90")
     codes, scales, factor = (torch.cat([t] * (experts // 8)) for t in operands)

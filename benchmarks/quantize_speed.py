@@ -1,9 +1,11 @@
-"""How long the experts of a large model take to quantise: Qwen3-30B-A3B, 48 layers of 128 experts.
+"""Measures how long it takes to quantise the experts of a large model: Qwen3-30B-A3B, 48 layers of 128
+experts.
 
     python benchmarks/quantize_speed.py [--layers 48]
 
-Random bf16 weights, made layer by layer on the device outside the clock. Calibration-free methods; the goal
-is a minute for each on one H200. Extra memory: what `quantize_weight` held at its peak besides its result.
+The weights are random bf16 numbers, made layer by layer on the device; this is not timed. The script runs the
+methods without calibration; the goal is one minute for each on one H200. Extra memory is the peak memory of
+`quantize_weight` without its result.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SHAPES = ((128, 1536, 2048), (128, 2048, 768))  # gate_up and down
 
 
 def measure(method: Method, format: str, layers: int, device: torch.device) -> tuple[float, int]:
-    """(seconds, extra bytes)."""
+    """Returns (seconds, extra bytes)."""
     seconds, extra = 0.0, 0
     on_gpu = device.type == "cuda"
     for _ in range(layers):
@@ -57,7 +59,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
         for method in METHODS.values():
             if method.calibration != "none" or format not in method.formats:
                 continue
-            measure(method, format, 1, device)  # the allocator's first time
+            measure(method, format, 1, device)  # warms up the allocator
             seconds, extra = measure(method, format, args.layers, device)
             yield {
                 "table": "method", "layers": args.layers, "g_weights": count / 1e9, "format": format,

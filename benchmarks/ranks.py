@@ -1,4 +1,4 @@
-"""Benchmarks of several processes: one for each rank, of which the first prints its rows."""
+"""Runs benchmarks in several processes, one for each rank. The first process prints its rows."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 A benchmark is a module with
 
     add_arguments(parser)       its command line
-    rows(args)                  an iterator of rows: dicts of strings and numbers, each yielded once measured
+    rows(args)                  an iterator of rows: dicts of strings and numbers, each as soon as measured
 
 `python benchmarks/NAME.py` prints the rows. `python benchmarks/run.py NAME` also writes them as JSON.
-A row's `table` says which of the benchmark's tables it belongs to. A name ends in the number's unit:
+A row's `table` says which of the benchmark's tables it belongs to. The name of a number ends in its unit:
 `us`, `ms`, `s`, `gb`, ... A ratio has the word `ratio` or `speedup` in its name.
 """
 
@@ -34,7 +34,7 @@ PACKAGES = {
     "bitsandbytes": "bitsandbytes", "vllm": "vllm", "flashinfer": "flashinfer-python",
     "sgl_kernel": "sglang-kernel",
 }  # fmt: skip
-"""Module -> distribution. A record has the versions of those that the benchmark imported."""
+"""Modules and their distributions. A record has the versions of all modules that the benchmark imported."""
 
 ELSEWHERE: dict[str, str] = {}
 """Versions in the processes that a benchmark started and measured. They replace those of this process."""
@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
 
 
 class Printer:
-    """Rows as text tables. A new heading begins when the names in a row change."""
+    """Prints rows as text tables. A new heading begins when the names in a row change."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -71,7 +71,7 @@ class Printer:
         return "  ".join(cell.rjust(width) for cell, width in zip(cells, self.widths))
 
 
-# --- where and with what ---
+# --- machine and versions ---
 
 
 def gpu_name() -> str | None:
@@ -81,7 +81,7 @@ def gpu_name() -> str | None:
 
 
 def cpu_name() -> str:
-    """The model's name, and the number of processors that this process may use."""
+    """Returns the CPU's name, and the number of processors that this process may use."""
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     found = {k.strip(): v.strip() for k, v in (line.split(":", 1) for line in lines if ":" in line)}
     name = found.get("model name", platform.processor() or platform.machine())
@@ -91,7 +91,7 @@ def cpu_name() -> str:
 
 
 def commit() -> str | None:
-    """Returns the commit of this tree, with "+" if files differ. None: there is no git."""
+    """Returns the commit of this tree, with "+" if files differ from it. None if there is no git."""
     try:
         found = subprocess.run(
             ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--dirty=+"],
@@ -118,7 +118,8 @@ def versions() -> dict[str, str]:
 
 
 def command(name: str, arguments: list[str]) -> str:
-    """As a user types it. Of absolute paths, which are another machine's, only the last part stays."""
+    """Returns the command as a user types it. Absolute paths belong to another machine, so only their last
+    part is kept."""
     words = [Path(a).name if os.path.isabs(a) else a for a in arguments]
     return " ".join(["python benchmarks/run.py", name, *(f'"{w}"' if " " in w else w for w in words)])
 
@@ -139,12 +140,12 @@ def new_record(name: str, arguments: list[str]) -> dict[str, Any]:
 
 
 def rounded(row: Row) -> Row:
-    """Six digits of each number, more than any clock here has."""
+    """Rounds numbers to six digits, which is more precise than any measurement here."""
     return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """A line for each field and each row, so that changes can be read."""
+    """Writes a line for each field and each row, so that differences between versions are readable."""
     head = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in record.items() if k != "rows"]
     rows = ",\n".join("  " + json.dumps(row) for row in record["rows"])
     path.write_text("{\n" + "".join(f" {line},\n" for line in head) + f' "rows": [\n{rows}\n ]\n}}\n')

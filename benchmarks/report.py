@@ -1,10 +1,10 @@
-"""Tables and pictures of README and docs, made from the records in benchmarks/results/.
+"""Makes the tables and pictures of README and docs from the records in benchmarks/results/.
 
     python benchmarks/report.py             writes them
-    python benchmarks/report.py --check     fails where a page or picture is not what the data give
+    python benchmarks/report.py --check     fails if a page or picture does not match the data
 
-A page has `<!-- table: NAME -->`, and the table up to `<!-- end of table -->`; report_tables.py and
-report_peers.py make them. Pictures are docs/pictures/NAME.svg.
+In a page, a table stands between `<!-- table: NAME -->` and `<!-- end of table -->`. report_tables.py and
+report_peers.py make the tables. Pictures are docs/pictures/NAME.svg.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLACE = re.compile(r"<!-- table: ([a-z0-9_]+) -->\n.*?<!-- end of table -->", re
 
 
 def filled(page: str) -> str:
-    """A page with its tables as the data give them."""
+    """Returns a page with its tables made from the data."""
 
     def made(found: re.Match[str]) -> str:
         table = report_cells.TABLES[found[1]]()

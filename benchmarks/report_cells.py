@@ -20,7 +20,7 @@ AGAIN = {
     "compile_time_loop_cpu": "compile_time loop 8 64 128",
     "compile_time_layers_cpu": "compile_time layers 64x48 128x48",
 }
-"""Arguments of run.py that make a file again, where they are not those in its record."""
+"""Arguments of run.py that measure a file again, if they differ from those in its record."""
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def grid(heads: list[str], lines: Iterable[Iterable[Cell]]) -> str:
 
 
 def again(name: str) -> str:
-    """The command that measures a record again."""
+    """Returns the command that measures a record again."""
     found = read(name)["command"]
     arguments = AGAIN.get(name) or found.removeprefix("python benchmarks/").removeprefix("run.py ").replace(
         ".py", "", 1
@@ -86,5 +86,5 @@ def table(make: Callable[[], str]) -> Callable[[], str]:
 
 
 def spread(ratios: list[float]) -> list[Cell]:
-    """Number of points, least, median, most."""
+    """Returns the number of points, the minimum, the median and the maximum."""
     return [len(ratios), min(ratios), statistics.median(ratios), max(ratios)]

@@ -1,4 +1,4 @@
-"""Tables of other libraries' kernels beside ours, from the records in benchmarks/results/."""
+"""Makes tables that compare other libraries' kernels with ours, from the records in benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from report_cells import Cell, grid, read, rows, source, spread, table
 
 
 def humming_ratios(name: str, kind: str, **where: Any) -> list[float]:
-    """Humming's time over that of nvfp4; with fp8 rows its weights are mxfp4."""
+    """Returns Humming's time divided by ours with nvfp4. With fp8 rows, Humming's weights are mxfp4."""
     return [r["humming_us"] / r["nvfp4_us"] for r in rows(name, "product", rows=kind, **where)]
 
 
@@ -29,7 +29,7 @@ def humming() -> str:
 
 
 def sglang_ratios(**where: Any) -> list[float]:
-    """SGLang's time over that of int4, which its weights are, too."""
+    """Returns SGLang's time divided by ours. Both have int4 weights."""
     return [r["sglang_us"] / r["int4_us"] for r in rows("cutlass_h100", "product", **where)]
 
 
@@ -60,7 +60,7 @@ def sglang_products() -> str:
 
 
 def flashinfer_ratios(**where: Any) -> list[float]:
-    """FlashInfer's time over ours, both with fp8 rows."""
+    """Returns FlashInfer's time divided by ours, both with fp8 rows."""
     return [r["flashinfer_fp8_us"] / r["fp8_us"] for r in rows("flashinfer_h100", "block", **where)]
 
 

@@ -1,4 +1,4 @@
-"""The tables of experts in host memory with slots on the GPU."""
+"""Makes the tables of experts in host memory with slots on the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp4_ops.models.memory_plan import RECENCY, LayerExperts, MemoryPlan
 
 SLOTS = ("slots_qwen3_30b_h200", "slots_gpt_oss_120b_h200")
 BUDGETS = {"slots_budget_h200": 4, "slots_budget_48_h200": 48}
-"""Records, and layers of their model."""
+"""Records, each with the number of layers of its model."""
 
 
 @table
@@ -66,7 +66,7 @@ def slots_link() -> str:
 
 @table
 def slots_peer() -> str:
-    """Times of `.to` beside those of slots: routing that repeats, and nothing in slots."""
+    """Compares the times of `.to` and of slots, for routing that repeats and for empty slots."""
     heads = ["model", "tokens", "routing", "in slots", "`.to`, us a layer", "slots, us a layer",
              "times faster"]  # fmt: skip
     lines = []
@@ -75,7 +75,7 @@ def slots_peer() -> str:
             tokens = r["tokens"]
             prefill = rows(name, "prefill", tokens=tokens, slots=51, begin="empty")
             found = [("uniform", 0, 1e3 * p["ms"]) for p in prefill]
-            # "new" steps of several sequences want fewer experts than those that `.to` copied.
+            # With several sequences, "new" steps need fewer experts than `.to` copied.
             kinds = ("recent", "new") if tokens == 1 else ("recent",)
             steps = [d for kind in kinds for d in rows(name, "decode", tokens=tokens, routing=kind)]
             found += [(d["routing"], d["hit_ratio"], d["us"]) for d in steps]
@@ -105,7 +105,7 @@ def slots_generate() -> str:
 
 
 class Shape(NamedTuple):
-    """A model's layers of experts, and the bytes of all else in bfloat16."""
+    """A model's layers of experts, and the bytes of its other weights in bfloat16."""
 
     name: str
     layers: int

@@ -1,4 +1,5 @@
-"""The tables of README and docs, each a function of the records in benchmarks/results/."""
+"""Makes the tables of README and docs. Each function makes one table from the records in
+benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from report_peers import humming_ratios
 
 
 def decode_steps(loop: str = "generate", name: str = "generate_h200") -> dict[int, list[float | None]]:
-    """By batch: milliseconds a step of stock, of stock kept on grouped_mm, and of ours."""
+    """Returns by batch: milliseconds per step of stock, of stock kept on grouped_mm, and of ours."""
     found = {(r["batch"], r["variant"]): r["ms"] for r in rows(name, "decode", loop=loop)}
     batches = sorted({batch for batch, _ in found})
     variants = ("stock", "stock-grouped", "prepared-backend")
@@ -353,7 +354,7 @@ def adapters() -> str:
 
 
 def perplexities(name: str) -> str:
-    """Ratio and KL by format and method, for each kind of activations."""
+    """Makes a table of ratio and KL by format and method, for each kind of activations."""
     found = [r for r in rows(name, "perplexity") if r["method"] != "-"]
     labels = [
         a for a in ("W4A16", "W4A8 int8", "W4A8 fp8", "W4A4") if any(a in r["activations"] for r in found)
@@ -389,7 +390,7 @@ SEVERAL = (
     "several_gpus_whole_h100",
 )
 DIVIDED = {"split": "heads", "own": "batch"}
-"""Dimension along which attention is divided."""
+"""The dimension along which attention is divided."""
 
 
 @table

@@ -1,11 +1,12 @@
-"""Runs a benchmark and writes its rows, with all that says where they are from, into benchmarks/results/.
+"""Runs a benchmark and writes its rows into benchmarks/results/, together with command, commit, machine and
+versions.
 
     python benchmarks/run.py NAME [arguments of that benchmark] [--out FILE.json]
 
 NAME is a script of this folder, for example `h200_hopper --models qwen3-30b`. The file is
-results/NAME_CARD.json ("h200_" at the beginning of NAME is left out), CARD the GPU's name in short, or "cpu".
-It is written again after each row: what was measured before a time limit stays.
-`python benchmarks/report.py` writes tables and pictures of these files into README and docs.
+results/NAME_CARD.json ("h200_" at the beginning of NAME is left out), where CARD is the GPU's short name, or
+"cpu". The file is written again after each row, so rows that were measured before a time limit are kept.
+`python benchmarks/report.py` makes the tables and pictures of README and docs from these files.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def card(gpu: str | None) -> str:
 
 
 def run(name: str, arguments: list[str], out: Path | None = None) -> Path:
-    """Runs a benchmark; the file that has its record."""
+    """Runs a benchmark. Returns the file with its record."""
     module = importlib.import_module(name)
     args = record.parser_of(module.__doc__, module.add_arguments).parse_args(arguments)
     told = [] if out is None else ["--out", str(out)]
@@ -36,7 +37,7 @@ def run(name: str, arguments: list[str], out: Path | None = None) -> Path:
     for row in module.rows(args):
         printer.show(row)
         found["rows"].append(record.rounded(row))
-        found["versions"] = record.versions()  # a peer may be imported late
+        found["versions"] = record.versions()  # a benchmark may import a peer late
         record.write(file, found)
     if not found["rows"]:
         raise SystemExit(f"{name} yielded no row; nothing was written")
@@ -47,7 +48,7 @@ def main() -> None:
     if sys.argv[1:2] in ([], ["-h"], ["--help"]):
         print(__doc__)
         return
-    # --help behind NAME is that benchmark's.
+    # An option --help after NAME belongs to the benchmark.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("name")
     parser.add_argument("--out", type=Path)

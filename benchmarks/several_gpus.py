@@ -1,21 +1,24 @@
-"""Decoding with a transformers Qwen3-MoE on several GPUs against one of them: milliseconds a step.
+"""Compares decoding with a transformers Qwen3-MoE on several GPUs and on one of them, in milliseconds per
+step.
 
     python benchmarks/several_gpus.py [--ranks 2] [--models qwen3-30b,qwen3-235b] [--batches 1,32,128]
                                       [--ways one,split,own] [--keys 128] [--layers 16]
 
-The model's own decoder layers, with random weights that each process makes for itself: the experts in nvfp4,
-the rest in bfloat16. One compilation of a layer (backend "fp4") serves all of them, and a whole step,
+The model has its own decoder layers and random weights, which each process makes for itself. The experts are
+in nvfp4, the rest in bfloat16. A layer is compiled once (backend "fp4") for all layers. A whole step, from
 embedding to greedy token, is one CUDA graph. Its time is the median of its replays on the slower rank.
-`batch` is that of all GPUs together, `keys` the length of the static cache, which attention reads whole.
+`batch` counts the sequences of all GPUs together. `keys` is the length of the static cache, which attention
+reads completely.
 
-    one     rank 0 serves all, alone
+    one     rank 0 serves all sequences alone
     split   all ranks have the same tokens. Attention's heads and the head's rows are divided, as
             transformers' plans do it, with sums by fp4::all_reduce; experts are spread, tokens="same"
-    own     each rank has its share of the batch, attention and head whole; experts are spread, tokens="own"
+    own     each rank has its share of the batch, and whole attention; experts are spread, tokens="own"
 
-Before they are timed, ways are compared with `one`: `error` is the norm of the difference of all logits of
-the first steps, fed with the same tokens, over the norm; `equal_tokens_ratio` how many greedy choices agree.
-Where one GPU cannot hold the model there is nothing to compare with, and the row of `one` says so.
+Before the ways are timed, they are compared with `one`. `error` compares all logits of the first steps, for
+the same tokens: the norm of the difference, divided by the norm. `equal_tokens_ratio` is the share of equal
+greedy choices. If one GPU cannot hold the model, there is nothing to compare with, and the row of `one` says
+so.
 """
 
 from __future__ import annotations
@@ -59,11 +62,13 @@ MODELS: dict[str, dict[str, int]] = {
 }  # fmt: skip
 PROMPT, CHECKED, REPLAYS = 16, 8, 40
 TOLERANCE = 0.1
-"""A larger `error` is a fault, and such a way is not timed. Rounding turns some choices of experts."""
+"""A way with a larger `error` is wrong and is not timed. Rounding changes the choice of some experts, so
+smaller errors are normal."""
 MATRICES = 8
-"""Different matrices of codes among the experts of a layer; each expert has a factor of its own."""
+"""The number of different matrices of codes among the experts of a layer. Each expert has a factor of its
+own."""
 SHARDS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "lm_head": 0, "o_proj": 1}
-"""Which dimension of a weight is divided."""
+"""The dimension along which a weight is divided."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +90,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
 
 
 class Place:
-    """Which rank this is, and of how many; alone it is one of one."""
+    """This process's rank and the number of ranks. A process that runs alone is rank 0 of 1."""
 
     def __init__(self, rank: int, ranks: int, device: torch.device, group_name: str = "") -> None:
         self.rank, self.ranks, self.device, self.group_name = rank, ranks, device, group_name
@@ -98,7 +103,7 @@ class Place:
 
 
 class Summed(nn.Module):
-    """A linear layer whose columns are divided: the ranks' products are added."""
+    """A linear layer whose columns are divided over ranks. The ranks' products are added."""
 
     def __init__(self, linear: nn.Linear, at: Place) -> None:
         super().__init__()
@@ -109,7 +114,7 @@ class Summed(nn.Module):
 
 
 class Keys:
-    """A layer's part of a static cache, as its attention sees it."""
+    """A layer's part of a static cache, with the interface that attention uses."""
 
     def __init__(self, shape: tuple[int, int, int, int], device: torch.device) -> None:
         self.keys, self.values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -125,7 +130,7 @@ class Keys:
 
 
 def build(name: str, layers: int, at: Place, way: str) -> Any:
-    """The model that one rank has: no rank ever holds more than one whole matrix besides."""
+    """Builds the model of one rank. In addition, a rank never holds more than one whole matrix at a time."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = dict(MODELS[name])
@@ -143,7 +148,7 @@ def build(name: str, layers: int, at: Place, way: str) -> Any:
     experts = {n: m for n, m in model.named_modules() if n.endswith(".experts")}
     recipe = None
     for module_name, module in experts.items():
-        if recipe is None:  # one for all layers: so one compilation serves them
+        if recipe is None:  # one for all layers, so that one compilation serves them
             made = plan(module)
             part = None
             if at.ranks > 1:
@@ -165,13 +170,13 @@ def build(name: str, layers: int, at: Place, way: str) -> Any:
         for layer in model.model.layers:
             layer.self_attn.o_proj = Summed(layer.self_attn.o_proj, at)
     for layer in model.model.layers:
-        layer.self_attn.layer_idx = 0  # for Dynamo all layers are alike
+        layer.self_attn.layer_idx = 0  # makes all layers equal for Dynamo
     choose_implementation(model)
     return model
 
 
 def random(name: str, shape: tuple[int, ...], at: Place, dim: int | None) -> Tensor:
-    """The same numbers in any number of processes."""
+    """Returns random numbers that do not depend on the number of processes."""
     whole = [n * (at.ranks if i == dim else 1) for i, n in enumerate(shape)]
     generator = torch.Generator(at.device).manual_seed(zlib.crc32(name.encode()))
     value = torch.randn(whole, dtype=torch.bfloat16, device=at.device, generator=generator) * 0.02
@@ -203,7 +208,7 @@ def pack(module: Any, name: str, config: Any, at: Place, recipe: Recipe) -> None
 
 
 class Decoder:
-    """Steps of a model for one batch."""
+    """Runs steps of a model for one batch."""
 
     def __init__(self, model: Any, batch: int, keys: int, at: Place, way: str) -> None:
         self.model, self.batch, self.at, self.way = model, batch, at, way
@@ -242,14 +247,14 @@ class Decoder:
         self.position.copy_((self.position + 1) % len(self.places))
 
     def end(self, norm: nn.Module, head: nn.Module, h: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of this rank's rows of the head, and the likeliest token of all."""
+        """Returns the logits of this rank's rows of the head, and the most likely token among all rows."""
         logits = head(norm(h))[:, -1]
         best, token = logits.float().max(-1)
         if self.way != "split" or self.at.ranks == 1:
             return logits, token
         token = token + self.at.rank * logits.shape[1]
         each = torch.zeros(self.at.ranks, len(best), 2, device=best.device)
-        each[self.at.rank] = torch.stack([best, token.float()], -1)  # below 2^24
+        each[self.at.rank] = torch.stack([best, token.float()], -1)  # exact below 2^24
         each = self.at.sum(each)
         winner = each[..., 0].argmax(0)
         return logits, each[..., 1].gather(0, winner[None])[0].long()
@@ -261,7 +266,7 @@ class Decoder:
             self.run()
 
     def capture(self) -> None:
-        """Compiles, and captures the step; token and position are afterwards what they were."""
+        """Compiles and captures the step. Afterwards, token and position have their old values."""
         before = self.token.clone(), self.position.clone()
         if self.at.device.type != "cuda":
             return
@@ -331,7 +336,7 @@ class Rank:
     def logits(self, decoder: Decoder, given: list[Tensor] | None) -> tuple[list[Tensor], list[Tensor]]:
         """Returns logits and chosen tokens of the first steps.
 
-        `given` has the tokens to feed, if not those.
+        `given`: the tokens to feed. None feeds the chosen tokens.
         """
         logits, tokens = [], [decoder.token.clone()]
         for i in range(CHECKED):
@@ -362,7 +367,7 @@ class Rank:
         return statistics.median(times[5:])
 
     def measure(self, name: str, way: str, batches: list[int], known: dict[int, Any]) -> None:
-        """`known`: what one GPU said, by batch; filled by it."""
+        """Measures one way. `known`: the results of one GPU, by batch. The way `one` fills it."""
         at = self.alone if way == "one" else self.all
         args, vocab = self.args, MODELS[name]["vocab_size"]
         of = {"model": name, "layers": args.layers, "keys": args.keys, "way": way}
@@ -421,7 +426,8 @@ class Rank:
     def compared(
         self, decoder: Decoder, batch: int, part: slice, known: dict[int, Any]
     ) -> tuple[float | None, float | None]:
-        """Error and share of equal tokens, on all ranks; rank 0 knows what one GPU said, if it could."""
+        """Returns the error and the share of equal tokens, on all ranks. Rank 0 has the results of one GPU,
+        if there are any."""
         device = self.all.device
         tokens = torch.full((CHECKED + 1, batch), -1, dtype=torch.int64, device=device)
         if batch in known:
@@ -445,7 +451,7 @@ class Rank:
 
 
 def needed(name: str, layers: int) -> int:
-    """Bytes of all weights."""
+    """Returns the bytes of all weights."""
     s = MODELS[name]
     hidden, dim = s["hidden_size"], s["head_dim"]
     experts = s["num_experts"] * 3 * hidden * s["moe_intermediate_size"] * 9 // 16

@@ -1,9 +1,10 @@
-"""Measures experts in host memory with slots on the GPU, beside the same experts on the GPU.
+"""Measures experts in host memory with slots on the GPU, compared with the same experts on the GPU.
 
     python benchmarks/slots.py [--models qwen3-30b,gpt-oss-120b] [--layers 12] [--tokens 2048,8192]
 
-Layers of real shapes with random weights, each with its own host memory and slots. Times are those of the
-block `moe_slots` in a CUDA graph of all layers, per layer; the rest of a model is not in them.
+The layers have the shapes of real models and random weights. Each has its own host memory and slots. Times
+are those of the block `moe_slots` in a CUDA graph of all layers, per layer. The rest of a model is not
+included.
 
 link      GB/s of cudaMemcpyAsync from pinned memory, and of the kernel that fetches experts.
 decode    Steps with another routing each. "recent": picks repeat as those of text do (`routing`); "uniform":
@@ -60,9 +61,11 @@ SHARE = 0.4
 WARM, STEPS = 30, 60
 RUNS = 3
 MOST_DIFFERENCE = 5e-3
-"""The block over slots runs the resident block's kernels, but prefill tiles its work by the slots."""
+"""Largest difference between the block with slots and the resident block. Both run the same kernels, but
+prefill divides its tiles by the slots."""
 PEER_DIFFERENCE = 5e-2
-"""`moe` on the chosen experts alone may run other kernels, and these fp8 activations or the model's own."""
+"""The same for `moe` with only the chosen experts. It may run other kernels, with fp8 activations or
+unquantised ones."""
 
 
 def ms(
@@ -108,9 +111,9 @@ def in_host_memory(t: Tensor | None) -> Tensor | None:
 def routing(steps: int, sequences: int, model: Model, kind: str) -> Tensor:
     """Returns ids [steps, sequences, top_k].
 
-    "recent": some experts are popular with a sequence, and an expert is likelier the later it was picked. An
-    expert's median next use is then 1 or 2 steps later, and LRU over 40 % of the experts finds 9 of 10, as
-    people measure of text.
+    "recent": a sequence prefers some experts, and the more recently an expert was picked, the more likely it
+    is picked again. The median distance to the next use of an expert is then 1 or 2 steps, and LRU with slots
+    for 40 % of the experts finds 9 of 10 of them, as published measurements for text say.
     """
     shape = sequences, model.experts
     recent, quarter = kind == "recent", model.experts // 4
@@ -127,7 +130,7 @@ def routing(steps: int, sequences: int, model: Model, kind: str) -> Tensor:
 
 
 class Layers:
-    """Layers of a model with the weights of one, each in host memory of its own."""
+    """Layers of a model. All have the same weights, but each in its own host memory."""
 
     def __init__(self, model: Model, count: int) -> None:
         self.model, self.count = model, count
@@ -177,7 +180,7 @@ class Layers:
         return lambda: [layer(weights, ids[i]) for i, weights in enumerate(pinned)]
 
     def scratch(self, x: Tensor, ids: Tensor, share: Tensor, slots: int) -> int:
-        """Returns the most bytes that a layer takes beside its slots, with its result."""
+        """Returns the peak memory of a layer in bytes, with its result and without its slots."""
         call, _ = self.slotted(x, ids, share, slots, count=1)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -188,7 +191,7 @@ class Layers:
 
     def difference(self, x: Tensor, share: Tensor, slots: int, kinds: tuple[str, ...]) -> float:
         """Returns the largest relative difference from the resident block. Raises AssertionError if it is
-        more than that of other tiles."""
+        larger than other tiles explain."""
         x, tokens = torch.empty_like(x), len(x)
         made = [routing(2, tokens, self.model, kind) for kind in kinds for _ in range(2)]
         ids = made[0][:2].to(x.device).clone()
@@ -235,7 +238,7 @@ def graph_of(call: Callable[[], list[Tensor]]) -> tuple[Callable[[], object], li
 
 
 def counters(caches: list[ExpertSlots]) -> tuple[int, int]:
-    """Returns the experts that all calls wanted, and those that they fetched."""
+    """Returns how many experts all calls used, and how many they fetched."""
     wanted, fetched = zip(*(cache.read_counters() for cache in caches))
     return sum(wanted), sum(fetched)
 

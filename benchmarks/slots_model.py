@@ -1,10 +1,10 @@
-"""Generates with a model whose experts are in host memory, beside the same model on the GPU.
+"""Generates text with a model whose experts are in host memory, and with the same model on the GPU.
 
     python benchmarks/slots_model.py [--layers 6] [--steps 256] [--batches 1,8] [--tokens 2048,8192]
 
-A Qwen3-MoE with 30B-A3B's layer shapes and random weights in nvfp4: first all on the GPU, then within a
-budget in which 40 % of the experts have slots. `generate` runs with a static cache and `decoding_loop`, which
-captures a step as a CUDA graph.
+The model is a Qwen3-MoE with 30B-A3B's layer shapes and random weights in nvfp4. First all of it is on the
+GPU. Then it has a budget in which 40 % of the experts have slots. `generate` runs with a static cache and
+`decoding_loop`, which captures a step as a CUDA graph.
 
 budget    `generate` with a long prompt and one token after it, in parts where the plan says so: what is
           allocated before, and the allocator's peak beside the budget.
@@ -46,13 +46,13 @@ def new_model(layers: int) -> Any:
         torch.set_default_dtype(torch.bfloat16)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=layers, **CONFIG)).eval()
         torch.set_default_dtype(torch.float32)
-    torch.nn.init.normal_(model.get_input_embeddings().weight)  # else all tokens are routed alike
+    torch.nn.init.normal_(model.get_input_embeddings().weight)  # otherwise all tokens have the same routing
     fp4_ops.prepare(model, "nvfp4")
     return model
 
 
 def budget_for(model: Any) -> int:
-    """Returns a budget in which slots are for SHARE of the experts."""
+    """Returns a budget that has slots for SHARE of the experts."""
     plan = plan_memory(model, 2**50)
     held = plan.dense_bytes + (SHARE + 0.002) * plan.expert_bytes
     return int(max(held * RESERVE_SHARE / (RESERVE_SHARE - 1), held + RESERVE_LEAST))
@@ -66,10 +66,10 @@ def generated(model: Any, ids: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def generate(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Returns the tokens of a call, and what it took."""
+    """Returns the tokens of a call, and its measurements."""
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
-    tokens = generated(model, ids, steps)  # the cache of later calls is as long
+    tokens = generated(model, ids, steps)  # later calls have a cache of the same length
     compiled = stats["unique_graphs"] - before
     held = torch.cuda.memory_allocated()
     short = ms(lambda: generated(model, ids, 8))
@@ -82,7 +82,7 @@ def generate(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> tuple[t
 
 
 def counted(model: Any, call: Callable[[], Any]) -> tuple[Any, float | None]:
-    """Returns what a call returns, and the share of the wanted experts that were in slots."""
+    """Returns the result of a call, and the share of the used experts that were in slots."""
     caches = [m for m in model.modules() if isinstance(m, ExpertSlots)]
     before = [c.read_counters() for c in caches]
     out = call()

@@ -1,19 +1,21 @@
-"""A whole decoding step on one GPU: all layers of a model, against Inductor's step of the bf16 model.
+"""Measures a whole decoding step on one GPU, with all layers of a model, compared with Inductor's step of the
+bf16 model.
 
     python benchmarks/step.py [--models qwen3-30b] [--layers N] [--batches 1,8,64] [--contexts 100,1000]
                               [--variants fp4,stock]
 
-Random weights; the layers hold equal numbers in memory of their own. The static cache has room for `context`
-tokens and holds prompts. A step takes a token of each sequence, and ends in the next one (argmax); it is one
-CUDA graph. Its time is the median of 40 replays, which fill the cache. Each case has a process: the cases
-compile at the same time, and are timed one after another. gpt-oss-120b needs 66 GB for each case.
+The weights are random. All layers hold the same numbers, but each layer has its own memory. The static cache
+has room for `context` tokens and is filled with prompts. A step takes one token of each sequence and computes
+the next one (argmax). It is one CUDA graph. Its time is the median of 40 replays, which fill the cache. Each
+case has its own process. The cases compile at the same time, and are timed one after another. gpt-oss-120b
+needs 66 GB for each case.
 
-First a compiled step's logits are compared with those of the same model, uncompiled. Experts are chosen by
-numbers that are rounded, so a model of many layers with random weights differs by more than rounding.
-`noise` says by how much: the uncompiled model, with each number of its cache rounded once more. At batch 64
-Inductor does not round the sums of the residual to bfloat16 as the uncompiled model does. With 24 layers the
-error is then 1.1e-2, that of torch.compile's bf16 model is 1.2e-2, and with `emulate_precision_casts` ours is
-4.8e-3.
+First, the logits of a compiled step are compared with those of the same model without compilation. Rounding
+can change the choice of experts, so the difference in a model of many layers with random weights is larger
+than rounding errors. `noise` is the size of this effect: the difference of the uncompiled model if each
+number of its cache is rounded once more. At batch 64 Inductor does not round the sums of the residual to
+bfloat16 as the uncompiled model does. With 24 layers the error is then 1.1e-2, that of torch.compile's bf16
+model is 1.2e-2, and with `emulate_precision_casts` ours is 4.8e-3.
 
     fp4      fp4_ops.prepare(model, format), torch.compile(model, backend="fp4"); MODELS has the format
     stock    the bf16 model, torch.compile(model)
@@ -62,7 +64,7 @@ class Model:
     sizes: dict[str, Any]
     layers: int
     period: int
-    """How many layers follow each other before their kinds repeat."""
+    """The number of layers after which their kinds repeat."""
     format: str
 
 
@@ -78,7 +80,7 @@ MODELS = {
     ), layers=36, period=2, format="mxfp4"),
 }  # fmt: skip
 PROMPTS = 4
-"""Different prompts in a batch."""
+"""The number of different prompts in a batch."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Step:
         return torch.randint(1, self.model.config.vocab_size, shape, device=DEVICE)
 
     def fill(self, prompts: int, length: int) -> None:
-        """Fills the cache with a few prompts; sequences share them."""
+        """Fills the cache with a few prompts, which sequences share."""
         few = StaticCache(config=self.model.config, max_cache_len=length)
         self.model(self.tokens(prompts, length), past_key_values=few, logits_to_keep=1)
         self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
@@ -187,7 +189,7 @@ class Step:
         return statistics.median([a.elapsed_time(b) for a, b in itertools.pairwise(events)][SKIP:])
 
     def kernels(self) -> list[tuple[str, float, float]]:
-        """The name, calls a step, and microseconds a step of each kernel."""
+        """Returns the name, calls per step, and microseconds per step of each kernel."""
         self.rewind()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(PROFILED):
@@ -207,7 +209,7 @@ BACKENDS = {"fp4": "fp4", "stock": "inductor"}
 
 @torch.no_grad()
 def work(case: Case, parent: Connection, kernels: bool) -> None:
-    """Compiles a case, says so, and times it when it is told to."""
+    """Compiles a case, reports that it is ready, and times it when the parent asks for it."""
     try:
         step = Step(case, BACKENDS[case.variant])
         parent.send(None)

@@ -1,4 +1,5 @@
-"""Small charts as SVG text, without any package: lines on logarithmic axes, bars, points with errors."""
+"""Draws small charts as SVG text, without other packages: lines on logarithmic axes, bars, points with
+errors."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ FONT = 'font-family="system-ui, sans-serif" fill="#333"'
 
 @dataclass
 class Picture:
-    """An SVG of so many pixels; charts add to it."""
+    """An SVG picture with a size in pixels. Charts add their parts to it."""
 
     width: int
     height: int
@@ -61,7 +62,7 @@ class Picture:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """1, 10, 100, ... and, where those are few, 2 and 5 times them."""
+    """Returns 1, 10, 100, ... and, if these are few, also 2 and 5 times them."""
     powers = [10.0**e for e in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
     found = [p for p in powers if low <= p <= high]
     if len(found) < 3:
@@ -80,7 +81,7 @@ def loglog(
     x_name: str,
     y_name: str,
 ) -> None:
-    """Lines in a panel at `place` (x, y, width, height). The first line is dashed: the bound."""
+    """Draws lines in a panel at `place` (x, y, width, height). The first line, the bound, is dashed."""
     left, top, width, height = place
     xs = [x for line in lines.values() for x, _ in line]
     ys = [y for line in lines.values() for _, y in line]
@@ -111,7 +112,7 @@ def bars(
     groups: dict[str, list[float | None]],
     unit: str,
 ) -> None:
-    """Groups of bars from 0, each with its number above it."""
+    """Draws groups of bars from 0, each with its number above it."""
     left, top, width, height = place
     highest = max(v for values in groups.values() for v in values if v is not None)
     step = width / len(groups)
@@ -136,7 +137,7 @@ Point = tuple[str, float, float]
 def points(
     picture: Picture, place: tuple[float, float, float, float], groups: dict[str, list[Point]], unit: str
 ) -> None:
-    """A row for each point: a dot at its value, a line of one standard error to each side."""
+    """Draws a row for each point: a dot at its value, and a line of one standard error to each side."""
     left, top, width, height = place
     found = [p for group in groups.values() for p in group]
     low = min(0.0, *(v - e for _, v, e in found))

@@ -1,19 +1,21 @@
-"""Tokens a second of vLLM's engine: fp4_ops beside what vLLM runs by itself, in processes that take turns.
+"""Measures tokens per second of vLLM's engine with fp4_ops and with vLLM's own methods, in processes that
+take turns.
 
     python benchmarks/vllm_engine.py [--models qwen3-30b,eight] [--layers 2] [--batches 1,8,32]
 
-The folders have random weights in the shapes of MODELS, with a vocabulary of 4096, so that the layers take
-the time. `demo` is the trained model of examples/demo_model; its prompts are text that it has not seen. On
-a CPU the first process serves the folder in bf16, the others the same folder in 4 bits (its experts; its
-experts and its attention). On a GPU all of them serve the folder in 4 bits: the first with vLLM's own
-method (Marlin on Hopper), the second with `--quantization fp4_ops`.
+The folders have random weights in the shapes of MODELS. Their vocabulary has only 4096 tokens, so that the
+layers take most of the time. `demo` is the trained model of examples/demo_model; its prompts are text that
+was not used for training. On a CPU, the first process serves the folder in bf16, and the others serve the
+same folder in 4 bits (only experts; experts and attention). On a GPU, all of them serve the folder in 4 bits:
+the first with vLLM's own method (Marlin on Hopper), the second with `--quantization fp4_ops`.
 
-decode_tokens_s: of all sequences together, from two calls of `generate` that differ in the number of new
-tokens. prefill_ms: the call with one new token. Medians of --rounds rounds. speedup: over the first
-process, the median of the rounds' ratios. same_tokens: which share of the first process's greedy tokens is
-the same. Random weights choose by chance: after one other token the texts have nothing in common; `demo`
-shows more. gap: how much more likely (in log probability) the first process found its token than the second
-best, where a text first differs, at most; median_gap: at all tokens.
+decode_tokens_s: tokens per second of all sequences together, from two calls of `generate` that differ in the
+number of new tokens. prefill_ms: the time of the call with one new token. Both are medians of --rounds
+rounds. speedup: relative to the first process, the median of the rounds' ratios. same_tokens: the share of
+the first process's greedy tokens that are the same. A model with random weights chooses almost by chance, so
+after one different token the texts have nothing in common; `demo` is more informative. gap: at the first
+difference of a text, how much larger the log probability of the first process's token was than that of its
+second best token; the maximum over texts. median_gap: the median of this difference over all tokens.
 
 --python: an interpreter of an environment with vLLM and fp4_ops (docs/serving.md); this one, if not given.
 """
@@ -53,11 +55,13 @@ GPU = {
     "vllm": {"folder": "experts"},
     "fp4_ops": {"folder": "experts", "quantization": "fp4_ops"},
 }
-"""Engines that take turns: the folder, and options of vllm.LLM. The first is vLLM without us."""
+"""Engines that take turns, each with its folder and its options of vllm.LLM. The first is vLLM without
+fp4_ops."""
 
 
 def make_folders(where: Path, model: str, layers: int, device: str) -> None:
-    """Writes one model in 16 bits, with its experts in nvfp4, and with its attention in nvfp4 too."""
+    """Writes one model three times: in 16 bits, with its experts in nvfp4, and with its experts and attention
+    in nvfp4."""
     from fp4_ops.checkpoints.convert import quantize_checkpoint
 
     if model == "demo":
@@ -95,7 +99,8 @@ def save_random_weights(folder: Path, shape: dict[str, int], layers: int, device
 
 
 def prompts_of(model: str, batch: int, length: int) -> list[list[int]]:
-    """Draws the same prompts each time: random tokens; for the trained model, pieces of its held-out text."""
+    """Returns the same prompts each time: random tokens, or for the trained model pieces of its held-out
+    text."""
     generator = torch.Generator().manual_seed(length)
     if model != "demo":
         return torch.randint(1, VOCABULARY, (batch, length), generator=generator).tolist()
@@ -113,7 +118,7 @@ def serve(folder: str, options: dict[str, Any]) -> None:
     The first line that it prints, once it is ready, has the versions of its packages.
     """
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM prints to 1
+    os.dup2(2, 1)  # vLLM prints to stdout
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -136,7 +141,7 @@ def serve(folder: str, options: dict[str, Any]) -> None:
 
 
 def gap_of(step: dict[int, Any]) -> float:
-    """Returns the log probability of the likeliest token less that of the next."""
+    """Returns the log probability of the most likely token minus that of the second."""
     first, second = sorted((p.logprob for p in step.values()), reverse=True)[:2]
     return float(first - second)
 
@@ -240,7 +245,7 @@ def of_batch(
 
 
 def compared(base: list[list[int]], other: list[list[int]], gaps: list[list[float]]) -> dict[str, float]:
-    """Returns how far the greedy texts are the same, and how sure the first process was where not."""
+    """Returns the share of equal greedy tokens, and the gaps of the first process at differences."""
     pairs = [list(zip(a, b)) for a, b in zip(base, other)]
     same = [x == y for pair in pairs for x, y in pair]
     first = [next((i for i, (x, y) in enumerate(pair) if x != y), None) for pair in pairs]

@@ -1,15 +1,16 @@
-"""Expert blocks on a GPU: the plugin's method beside vLLM's own classes, which are Marlin's on Hopper.
+"""Compares expert blocks on a GPU: the plugin's method, and vLLM's own classes, which use Marlin on Hopper.
 
     python benchmarks/vllm_experts.py [--models "qwen3-30b;..."] [--tokens 1,8,64,...] [--rounds 9]
 
 Both get the same codes, bfloat16 inputs, ids and routing weights. vLLM's blocks are `MarlinExperts` and, for
-GPT-OSS, also `OAITritonMxfp4ExpertsMonolithic`, which vLLM chooses by itself; that one takes the router's
-logits, so in GPT-OSS's rows all blocks begin at the logits. Ours is `Experts.apply` of the plugin, with its
-activations (on Hopper bfloat16 for few tokens and fp8 for many) and, as bf16, without fp8. Each time is that
-of a CUDA graph with several routings, by the call. The blocks take turns, and each round begins with another
-block. A speedup over Marlin is the median of the rounds' ratios (triton_speedup, triton_bf16_speedup: over
-Triton). error: the relative error of 8 tokens against float64 over the dequantised weights, before anything
-is timed. A block whose error exceeds WORST, or is NaN, ends the run.
+GPT-OSS, also `OAITritonMxfp4ExpertsMonolithic`, which vLLM chooses by itself. The latter takes the router's
+logits, so in GPT-OSS's rows all blocks begin at the logits. Our block is `Experts.apply` of the plugin, with
+its own choice of activations (on Hopper bfloat16 for few tokens and fp8 for many) and, as `bf16`, without
+fp8. A time is that of a CUDA graph with several routings, divided by the number of calls. The blocks take
+turns, and each round begins with another block. A speedup is relative to Marlin, the median of the rounds'
+ratios (triton_speedup, triton_bf16_speedup: relative to Triton). error: the relative error of 8 tokens
+against float64 over the dequantised weights, measured before the times. A block whose error exceeds WORST, or
+is NaN, ends the run.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ def config_of(model: Model, hidden: int, inner: int) -> Any:
 
 
 def chosen_by_vllm(model: Model, given: Input) -> tuple[Tensor, Tensor]:
-    """Returns ids and routing weights: those given or, in GPT-OSS, those of vLLM's router."""
+    """Returns ids and routing weights. For GPT-OSS they are those of vLLM's router, otherwise the given
+    ones."""
     if not model.gpt_oss:
         return given.ids, given.weights
     from vllm.model_executor.layers.fused_moe.router.fused_topk_router import fused_topk
@@ -124,7 +126,7 @@ def chosen_by_vllm(model: Model, given: Input) -> tuple[Tensor, Tensor]:
 
 
 def of_marlin(model: Model, weights: Weights) -> Block:
-    """Returns vLLM's block with Marlin's kernels, with the sizes that vLLM rounds up."""
+    """Returns vLLM's block with Marlin's kernels, with sizes rounded up as in vLLM."""
     from vllm.model_executor.layers.fused_moe.config import (
         mxfp4_w4a16_moe_quant_config,
         nvfp4_w4a16_moe_quant_config,
