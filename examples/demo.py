@@ -1,11 +1,12 @@
-"""A small Mixture-of-Experts language model in bfloat16 and in 4 bits, side by side.
+"""Compares a small Mixture-of-Experts language model in bfloat16 and in 4 bits.
 
     python examples/demo.py [--full]
 
-The model (examples/demo_model: a Qwen3-MoE over bytes, trained on Python's standard library) runs three ways:
-bf16 eager, bf16 under stock torch.compile, and with its experts in nvfp4 under torch.compile(backend="fp4").
-Speeds are medians over rounds in which they take turns. --full adds mxfp4, prefill of the large batch, and
-more rounds: each speed of each way takes a compilation of its own. Uses an NVIDIA GPU if there is one.
+The model (examples/demo_model, a Qwen3-MoE over bytes that was trained on Python's standard library) runs in
+three ways: bf16 eager, bf16 under stock torch.compile, and with its experts in nvfp4 under
+torch.compile(backend="fp4"). Speeds are medians over rounds in which the three take turns. --full adds mxfp4,
+prefill of the large batch, and more rounds. It takes longer, because each speed of each way needs a
+compilation. The script uses an NVIDIA GPU if there is one.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ SAMPLE_PROMPT, SAMPLE_BYTES = b"class Queue:\n    def ", 160
 CACHE = max(PROMPT + STEPS, len(SAMPLE_PROMPT) + SAMPLE_BYTES)
 FORMATS, ROUNDS = ("nvfp4",), 3
 SPEEDS = (("prefill", 1), ("decode", 1), ("decode", 32))
-"""What is measured, at which batch."""
+"""What is measured, each with its batch size."""
 FULL_FORMATS, FULL_ROUNDS = ("nvfp4", "mxfp4"), 5
 FULL_SPEEDS = (("prefill", 1), ("prefill", 32), ("decode", 1), ("decode", 32))
-# Inductor compiles one-token sdpa on a CPU poorly (3x slower at batch 32): all rows use plain attention.
+# On a CPU, Inductor compiles sdpa of one token poorly (3x slower at batch 32), so all variants use plain
+# attention.
 ATTENTION = "sdpa" if DEVICE == "cuda" else "eager"
 COMPILE = {"dynamic": False, "mode": "reduce-overhead" if DEVICE == "cuda" else None}
 
@@ -54,11 +56,11 @@ class Variant:
     caches: dict[int, StaticCache] = field(default_factory=dict)
     loss: float = 0.0
     speeds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
-    """Tokens a second, one entry a round; by one of SPEEDS."""
+    """Tokens per second by an entry of SPEEDS, with one value for each round."""
 
 
 def step(model: torch.nn.Module, tokens: Tensor, cache: StaticCache) -> Tensor:
-    """tokens [B, T] -> the most likely next token [B, 1]."""
+    """Returns the most likely next token [B, 1], given tokens [B, T]."""
     logits = model(input_ids=tokens, past_key_values=cache, logits_to_keep=1).logits
     return logits[:, -1].argmax(-1, keepdim=True)
 
@@ -89,14 +91,14 @@ def build(formats: tuple[str, ...] = FORMATS) -> list[Variant]:
 
 
 def weight_bytes(model: torch.nn.Module) -> tuple[int, int]:
-    """(all weights, expert weights) as they lie in memory."""
+    """Returns (bytes of all weights, bytes of expert weights) in memory."""
     named = [*model.named_parameters(), *model.named_buffers()]
     sizes = {t.data_ptr(): (name, t.nbytes) for name, t in named}.values()
     return sum(n for _, n in sizes), sum(n for name, n in sizes if ".experts." in name)
 
 
 def heldout_loss(variant: Variant) -> float:
-    """Mean negative log-likelihood of a byte of text that the training did not see."""
+    """Returns the mean negative log-likelihood per byte, for text that was not used in training."""
     text = (HERE / "heldout.txt").read_bytes()[:HELDOUT_BYTES]
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(DEVICE)
     windows = tokens[: len(tokens) // WINDOW * WINDOW].view(-1, WINDOW).split(8)
@@ -107,8 +109,9 @@ def heldout_loss(variant: Variant) -> float:
 def warm_up(variant: Variant, prompts: dict[int, Tensor], speeds=SPEEDS) -> None:
     for batch, prompt in prompts.items():
         cache = variant.caches[batch] = StaticCache(variant.model.config, max_cache_len=CACHE)
-        step(variant.model, prompt[:, :1], cache)  # the cache takes its memory here, outside compiled code
-        # With the strides of decode's own tokens, else it would be compiled again when it is measured.
+        step(variant.model, prompt[:, :1], cache)  # the cache allocates memory outside of compiled code
+        # Use the strides of decode's own tokens. Otherwise the step would be compiled again when it is
+        # measured.
         first = prompt[:, :1].clone(memory_format=torch.contiguous_format)
         for shape, tokens in (("prefill", prompt), ("decode", first)):
             if (shape, batch) not in speeds:
@@ -122,7 +125,7 @@ def warm_up(variant: Variant, prompts: dict[int, Tensor], speeds=SPEEDS) -> None
 
 def measure(variant: Variant, batch: int, prompt: Tensor, speeds=SPEEDS) -> None:
     cache = variant.caches[batch]
-    # Not compiled where only what comes after it is measured.
+    # Prefill is not compiled if only decode is measured.
     prefill = variant.step if ("prefill", batch) in speeds else step
     cache.reset()
     synchronize()
@@ -141,7 +144,7 @@ def measure(variant: Variant, batch: int, prompt: Tensor, speeds=SPEEDS) -> None
 
 
 def sample(variant: Variant) -> str:
-    """Greedy continuation, through the same compiled one-token step that was timed."""
+    """Returns a greedy continuation, computed with the same compiled one-token step that was timed."""
     cache = variant.caches[1]
     cache.reset()
     out = list(SAMPLE_PROMPT)
@@ -181,8 +184,8 @@ def main() -> None:
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
-    # All variants share the code of `step`: with prefill and decode at two batches that is more graphs than
-    # Dynamo's limit of 8, after which it would run the rest uncompiled.
+    # All variants share the code of `step`. With prefill and decode at two batches, there are more graphs
+    # than Dynamo's limit of 8. Beyond the limit, Dynamo would run the rest uncompiled.
     torch._dynamo.config.recompile_limit = 64
     where = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()} CPU"
     print(f"torch {torch.__version__} on {where}, {torch.get_num_threads()} threads\n")

@@ -1,10 +1,11 @@
-"""A transformers Mixture-of-Experts model that exceeds the GPU: experts in host memory, tokens streamed.
+"""Runs a transformers Mixture-of-Experts model that is larger than the GPU: experts stay in host memory, and
+tokens are streamed.
 
     python examples/larger_than_the_gpu.py MODEL "The capital of France is" [--gpu-memory 20GiB]
 
-MODEL: a folder, or a name on the hub. A folder in 4 bits is loaded as it is, with a progress bar; one in 16
-bits is read into host memory and packed there. Without a GPU everything stays in host memory. A prompt of
-nothing but numbers is tokens, for a model without a tokenizer: "17 4 25".
+MODEL is a folder, or a name on the hub. A folder in 4 bits is loaded directly, with a progress bar. A folder
+in 16 bits is read into host memory and packed there. Without a GPU everything stays in host memory. For a
+model without a tokenizer, the prompt may be token numbers: "17 4 25".
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fp4_ops.models.expert_slots import ExpertSlots
 
 
 class Stream:
-    """Prints what `generate` hands over, token by token."""
+    """Prints the output of `generate`, token by token."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -44,7 +45,7 @@ class Stream:
 
 
 def load(path: str, gpu_memory: str) -> tuple[Any, Any]:
-    """Returns the model within the budget, and a report of what lies where."""
+    """Returns the model, placed within the budget, and a report that says where its parts are."""
     if Path(path).is_dir() and getattr(AutoConfig.from_pretrained(path), "quantization_config", None):
         model = fp4_ops.load_checkpoint(None, path, gpu_memory=gpu_memory)
         return model, model.hf_quantizer.report

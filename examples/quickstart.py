@@ -1,4 +1,4 @@
-"""The shortest way in: an unmodified transformers model, its experts in 4 bits.
+"""Shows the shortest use: an unmodified transformers model with its experts in 4 bits.
 
 python examples/quickstart.py
 """
@@ -19,11 +19,11 @@ fast = torch.compile(model, backend="fp4", options={"format": "nvfp4"})  # needs
 with torch.no_grad():
     print("logits differ by", (fast(input_ids=ids).logits - model(input_ids=ids).logits).abs().max().item())
 
-# What was rewritten, and why anything was not:
+# Print what was rewritten, and the reasons for the rest:
 import fp4_ops  # noqa: E402
 
 with torch.no_grad():
     print(fp4_ops.explain(model, input_ids=ids))
 
-# To free the bf16 experts as well, replace them once and for all:
+# To free the bf16 experts as well, replace them permanently:
 print(fp4_ops.prepare(model, format="nvfp4"))

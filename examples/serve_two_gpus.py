@@ -1,12 +1,13 @@
-"""A transformers Mixture-of-Experts model on several GPUs: attention split, experts spread, tokens streamed.
+"""Runs a transformers Mixture-of-Experts model on several GPUs: attention is split, experts are spread, and
+tokens are streamed.
 
     torchrun --nproc-per-node 2 examples/serve_two_gpus.py MODEL "The capital of France is" [--new-tokens 64]
 
-MODEL: a name on the hub or a folder, in 16 bits or in 4 bits. Attention is divided by transformers' own plan
-for tensor parallelism. The experts are in 4 bits, some of them whole in each process, and tokens reach them
-by `fp4::moe_ep`: over NVLink between the GPUs of a node, else by NCCL. Without GPUs the processes run on the
-CPU, with gloo. It needs transformers 5.23. A prompt of nothing but numbers is tokens, for a model without a
-tokenizer: "17 4 25".
+MODEL is a name on the hub or a folder, in 16 bits or in 4 bits. transformers' own plan for tensor parallelism
+divides attention. The experts are in 4 bits. Each process has some whole experts, and `fp4::moe_ep` sends
+tokens to them: over NVLink between the GPUs of a node, otherwise by NCCL. Without GPUs the processes run on
+the CPU, with gloo. The script needs transformers 5.23. For a model without a tokenizer, the prompt may be
+token numbers: "17 4 25".
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 def why_not(config, ranks: int) -> str:
-    """Why so many processes cannot share the model; "" if they can."""
+    """Returns why this number of processes cannot share the model, or "" if it can."""
     config = getattr(config, "text_config", config)
     experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 0)
     if not experts:
@@ -42,7 +43,7 @@ def why_not(config, ranks: int) -> str:
 
 
 class Stream:
-    """What `generate` hands over, token by token: printed by the first process."""
+    """Receives the output of `generate`, token by token. The first process prints it."""
 
     def __init__(self, tokenizer, rank: int) -> None:
         self.tokenizer, self.rank = tokenizer, rank

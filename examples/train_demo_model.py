@@ -1,11 +1,11 @@
-"""Trains the small Mixture-of-Experts language model of the demo, on Python's own standard library.
+"""Trains the small Mixture-of-Experts language model of the demo on Python's standard library.
 
     python examples/train_demo_model.py --minutes 14 --out examples/demo_model
 
-Uses a GPU if there is one; three minutes are then enough. The model is a Qwen3-MoE of 3.9 million
-parameters that reads and writes bytes (a token is a byte, so there is no tokenizer). Its text is on any
-machine that has Python: the standard library without its tests. One file in twenty, chosen by a checksum
-of its path, is held out; `heldout.txt` is a piece of those. The files under --out are:
+The script uses a GPU if there is one; three minutes are then enough. The model is a Qwen3-MoE of 3.9 million
+parameters that reads and writes bytes (a token is a byte, so there is no tokenizer). The training text is the
+standard library without its tests, which every machine with Python has. One file in twenty, chosen by a
+checksum of its path, is held out; `heldout.txt` is a part of these files. The files under --out are:
 
     config.json, generation_config.json, model.safetensors (bfloat16), heldout.txt
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-# Not prose and not ordinary code: tests, tables, generated files, other people's packages.
+# Folders that are left out: tests, tables, generated files, other people's packages.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "lib2to3"}
 SEQUENCE = 512
 BATCH = {"cpu": 6, "cuda": 32}
@@ -54,7 +54,7 @@ def is_heldout(path: str) -> bool:
 
 
 def load_text() -> tuple[bytes, bytes]:
-    """(training text, held-out text): the standard library's sources in the order of their paths."""
+    """Returns (training text, held-out text): the standard library's sources in the order of their paths."""
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(p.relative_to(root) for p in root.rglob("*.py"))
     files = [f for f in files if not SKIPPED & set(f.parts)]

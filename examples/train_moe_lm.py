@@ -1,12 +1,13 @@
-"""Trains a Mixture-of-Experts language model of 110 million parameters, then measures what 4 bits cost it.
+"""Trains a Mixture-of-Experts language model of 110 million parameters, then measures how much accuracy it
+loses in 4 bits.
 
     python examples/train_moe_lm.py --minutes 3 --out results      # on a GPU
     python examples/train_moe_lm.py --size tiny --minutes 0.2      # tries the script on a CPU
 
-The text is on every machine that has Python with torch: sources and documentation under the standard library
-and site-packages. One file in fifty, chosen by a checksum of its path, is held out; the tokenizer (BPE) is
-trained here too. Calibration text comes from the training text. Prints the table of `evaluate`, the goals,
-and the worst experts; under --out are
+The text is on every machine that has Python with torch: sources and documentation of the standard library and
+of site-packages. One file in fifty, chosen by a checksum of its path, is held out. The script also trains the
+tokenizer (BPE). Calibration text is a part of the training text. The script prints the table of `evaluate`,
+the goals, and the worst experts. It writes these files under --out:
 
     accuracy_moe_lm.txt, accuracy_moe_lm.json, weight_errors.json, weight_errors.png (with matplotlib)
 """
@@ -40,7 +41,7 @@ END = "<|end|>"
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and the work to do with it."""
+    """The size of a model, and the amount of work."""
 
     vocabulary: int
     hidden: int
@@ -51,9 +52,9 @@ class Size:
     length: int
     batch: int
     text: int
-    """Bytes of training text, at most."""
+    """The largest number of bytes of training text."""
     windows: int
-    """For evaluation, and as many for calibration."""
+    """The number of windows for evaluation, and also for calibration."""
 
 
 SIZES = {
@@ -85,7 +86,7 @@ def build(size: Size) -> nn.Module:
 
 
 def files() -> Iterator[tuple[str, str]]:
-    """(path, text), each text once, in an order that mixes packages but is the same every time."""
+    """Yields (path, text), each text once. The order mixes packages but is always the same."""
     roots = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
     found = {p: r for r in roots for p in r.rglob("*") if p.suffix in SUFFIXES}
     seen = set()
@@ -101,7 +102,7 @@ def files() -> Iterator[tuple[str, str]]:
 
 
 def load_tokens(size: Size) -> tuple[Tensor, Tensor, str]:
-    """(training tokens, held-out tokens, a line about them)."""
+    """Returns (training tokens, held-out tokens, a line about them)."""
     texts: dict[str, list[str]] = {"train": [], "heldout": []}
     total = 0
     for split, text in files():
@@ -131,7 +132,8 @@ def load_tokens(size: Size) -> tuple[Tensor, Tensor, str]:
 
 
 def train(model: nn.Module, tokens: Tensor, size: Size, minutes: float) -> list[str]:
-    """AdamW on a float32 copy of the bfloat16 weights, cosine schedule over the time given. The log."""
+    """Trains with AdamW on a float32 copy of the bfloat16 weights, with a cosine schedule over the given
+    time. Returns the log."""
     device = tokens.device
     weights = list(model.parameters())
     masters = [p.detach().float() for p in weights]
@@ -164,13 +166,13 @@ def train(model: nn.Module, tokens: Tensor, size: Size, minutes: float) -> list[
 
 
 def windows(tokens: Tensor, count: int, length: int) -> Tensor:
-    """`count` windows spread over the tokens."""
+    """Returns `count` windows, spread evenly over the tokens."""
     starts = torch.linspace(0, len(tokens) - length, count).long()
     return torch.stack([tokens[s : s + length] for s in starts.tolist()]).long()
 
 
 def goals(table: Evaluation) -> list[str]:
-    """The best nvfp4 figures beside what the project set out to reach."""
+    """Returns lines with the best nvfp4 results and the goals of the project."""
     rows = {(r.method, r.activations): r for r in table.rows if r.format == "nvfp4"}
 
     def best(calibrated: bool) -> str:

@@ -1,8 +1,8 @@
-"""An aarch64 Linux with Python and torch, run by qemu-user: the wheel for it is built and tested with it.
+"""Provides an aarch64 Linux with Python and torch under qemu-user, to build and test the wheel for aarch64.
 
     make test-aarch64                        the operators, and each family of kernels (tests/kernels_cpu/)
     python release/aarch64.py -m pytest …  Python there, with this repository's wheel and tests
-    python release/aarch64.py              fetches what that needs; status 75 if it cannot be had
+    python release/aarch64.py              fetches what this needs; status 75 if it cannot
 
 Debian's packages and PyPI's wheels are fetched once into a cache ($FP4_AARCH64_CACHE, else ~/.cache/fp4_ops).
 torch's aarch64 wheels are CUDA builds that do not load without some gigabytes of CUDA libraries. Stand-ins
@@ -31,12 +31,12 @@ DEBIAN = (
     "libsqlite3-0", "libuuid1", "libcrypt1", "libgomp1", "python3.11-minimal", "libpython3.11-minimal",
     "libpython3.11-stdlib",
 )  # fmt: skip
-# Without code for a machine, so this environment's serve.
+# Pure Python packages, so those of this environment can be used.
 PURE = (
     "typing_extensions", "sympy", "mpmath", "networkx", "jinja2", "fsspec", "filelock", "tqdm", "_pytest",
     "pytest", "pluggy", "iniconfig", "packaging", "pygments", "expecttest", "py",
 )  # fmt: skip
-# torch reads what processors there are; qemu shows it those of the machine it runs on, which it cannot parse.
+# torch reads /proc/cpuinfo. qemu would show that of the real machine, which torch for aarch64 cannot parse.
 CPUINFO = """processor\t: {}
 BogoMIPS\t: 100.00
 Features\t: fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
@@ -56,11 +56,11 @@ TOOLS = {
 
 
 CPUS = {"neon": "cortex-a72", "neon_dotprod": "neoverse-n1", "neon_bf16": "max,sve=off,sme=off"}
-"""Processors that qemu 7 has, by the kernels they choose: the last has i8mm and bf16, as Neoverse V1 has."""
+"""Processors of qemu 7, by the kernels that run on them. The last one has i8mm and bf16, like Neoverse V1."""
 
 
 UNAVAILABLE = 75
-"""The status of a process for want of something outside of this repository (EX_TEMPFAIL)."""
+"""The exit status if something outside of this repository is missing (EX_TEMPFAIL)."""
 
 
 def unavailable(why: str) -> NoReturn:
@@ -75,7 +75,7 @@ def fetch(what: str, command: list[str], **options: Any) -> None:
 
 
 def missing_tools() -> list[str]:
-    """Debian's packages that have to be installed first."""
+    """Returns Debian's packages that must be installed first."""
     return [package for tool, package in TOOLS.items() if shutil.which(tool) is None]
 
 
@@ -100,7 +100,7 @@ class Machine:
         self, *args: str, paths: Iterable[Path] = (), cpu: str = CPUS["neon_bf16"], capture: bool = False,
         **env: str,
     ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-        """Runs Python there. `capture`: what it prints is in the result."""
+        """Runs Python in that environment. `capture`: the result has its output."""
         path = ":".join(map(str, [*paths, self.site]))
         settings = {
             "QEMU_LD_PREFIX": str(self.root),
@@ -160,7 +160,7 @@ class Machine:
                         ignore=shutil.ignore_patterns("*.so"))  # fmt: skip
 
     def _processors(self) -> None:
-        """Files that qemu shows in place of the real ones, since they are below its prefix."""
+        """Writes files that qemu shows instead of the real ones, because they are below its prefix."""
         cpus = self.root / "sys/devices/system/cpu"
         (self.root / "proc").mkdir()
         cpus.mkdir(parents=True)
@@ -228,7 +228,7 @@ def _readelf(option: str, file: Path) -> str:
 
 
 def _symbols(file: Path) -> Iterable[tuple[str, str, bool]]:
-    """Name, version, and whether it is to come from elsewhere."""
+    """Yields name, version, and whether another library must define the symbol."""
     for line in _readelf("--dyn-syms", file).splitlines():
         words = line.split()
         if len(words) < 8 or not words[0].endswith(":"):
@@ -239,7 +239,7 @@ def _symbols(file: Path) -> Iterable[tuple[str, str, bool]]:
 
 
 def install(to: Path) -> Path:
-    """The wheel's files, unpacked anew."""
+    """Unpacks the wheel's files into a new folder."""
     (wheel,) = (ROOT / "dist").glob("*_aarch64.whl")
     shutil.rmtree(to, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:

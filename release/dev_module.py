@@ -2,8 +2,8 @@
 
     make dev            or      python release/dev_module.py
 
-It needs pybind11, and neither nvcc nor a GPU: its planner is compiled for it, and finds the kernels'
-libraries in fp4_ops/, where there are any. It serves one version of Python and is in no wheel.
+It needs pybind11, but neither nvcc nor a GPU. The module contains its own planner, which finds the kernels'
+libraries in fp4_ops/, if there are any. It works with one version of Python and is in no wheel.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def build() -> Path:
     compiler, *flags = setup["compiler"]()
     command = [
         compiler,
-        # First: some versions of torch have a pybind11 among their headers, which refuses torch's stable ABI.
+        # These come first, because some versions of torch contain a pybind11 that does not support torch's
+        # stable ABI.
         *(f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_path("include"))),
         *flags,
-        "-O1",  # it takes a third less time to compile
+        "-O1",  # compiles in two thirds of the time
         '-DFP4_KERNELS_FOLDER="../"',
     ]
-    # Objects are of one version of Python, as the module is.
+    # Objects belong to one version of Python, like the module.
     folder = Path("build/dev", sysconfig.get_config_var("SOABI"))
     objects = setup["compile_all"](command, sources, headers, folder)
     setup["compile_if_older"](

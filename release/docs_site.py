@@ -1,4 +1,4 @@
-"""The site's first page is the README. mkdocs calls this (mkdocs.yml)."""
+"""Makes the README the first page of the site. mkdocs calls this module (mkdocs.yml)."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Adds README.md as index.md, with its links as seen from docs/."""
+    """Adds README.md as index.md, with links relative to docs/."""
     from mkdocs.structure.files import File
 
     text = (ROOT / "README.md").read_text().replace("](docs/", "](")

@@ -1,4 +1,4 @@
-"""Finds docstrings that begin with a word that promises no sentence.
+"""Finds docstrings that begin with a word with which no clear sentence begins.
 
     python release/docstrings.py
 
@@ -40,7 +40,7 @@ def sources() -> list[Path]:
 
 
 def main() -> int:
-    """Prints every docstring to put right. Returns 1 if there are any, else 0."""
+    """Prints every docstring that must be corrected. Returns 1 if there are any, else 0."""
     bad = [f"{p.relative_to(ROOT)}:{n}: {line}" for p in sources() for n, line in wrong(p.read_text())]
     if bad:
         print(f"These docstrings must begin with a verb or a noun of the field, not with one of {WORDS}:")

@@ -1,10 +1,11 @@
-"""The operators' tests on a build of csrc/ with gcc's AddressSanitizer and UndefinedBehaviorSanitizer.
+"""Runs the operators' tests on a build of csrc/ with gcc's AddressSanitizer and UndefinedBehaviorSanitizer.
 
     make test-sanitized
     python release/sanitized.py -m pytest ...     Python with such a build of the package, in build/sanitized
 
-What reads or writes outside of a tensor, overflows a signed number, or uses a null or misaligned pointer ends
-the process with a stack trace. Leaks are not looked for: Python and torch never free much of theirs.
+Code that reads or writes outside of a tensor, overflows a signed number, or uses a null or misaligned pointer
+ends the process with a stack trace. Leaks are not detected, because Python and torch never free much of their
+memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ UNAVAILABLE = 75
 
 
 def environment() -> dict[str, str]:
-    # Python links neither. libasan.so must come first, and looks for libstdc++'s functions when it starts.
+    # Python is linked with neither library. libasan.so must be loaded first, and looks for libstdc++'s
+    # functions when it starts.
     runtimes = [find(name) for name in ("libasan.so", "libstdc++.so")]
     return {
         **os.environ,
@@ -53,7 +55,7 @@ malloc.restype = ctypes.c_void_p
 address, number = (ctypes.c_void_p * 1)(malloc(16)), (ctypes.c_uint64 * 1)()
 ctypes.CDLL(str(library_path())).fp4_runs_read(address, None, ctypes.c_int64(1), number)
 """
-"""Reads 64 bytes where there are 16."""
+"""A program that reads 64 bytes of a block of 16."""
 
 
 def check_that_it_notices(env: dict[str, str]) -> None:

@@ -1,4 +1,5 @@
-"""Builds of csrc/ with other flags than the package's own, each with a copy of the package's Python files."""
+"""Builds csrc/ with other flags than the package's own, together with a copy of the package's Python
+files."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def read_setup() -> dict[str, Any]:
-    """The names of setup.py, and `options`, what it gives to setuptools."""
+    """Returns the names that setup.py defines, and `options`, the arguments that it passes to setuptools."""
     import setuptools
 
     given: dict[str, Any] = {}
@@ -29,10 +30,11 @@ def read_setup() -> dict[str, Any]:
 def build(
     to: Path, flags: list[str], link: Collection[str] = (), only: Collection[str] | None = None
 ) -> None:
-    """`to`/fp4_ops: the Python files of the package, and a _C.so whose sources had these flags as well.
+    """Writes to `to`/fp4_ops: the Python files of the package, and a _C.so that is compiled with these
+    additional flags.
 
-    `only`: the names of the sources that the flags concern. Of the others the objects of the package's own
-    build serve, which must be there. The working directory must be the repository's root.
+    `only`: the names of the sources that need the flags. For the others, the objects of the package's own
+    build are used, which must exist. The working directory must be the root of the repository.
     """
     setup = read_setup()
     extension = setup["options"]["ext_modules"][0]

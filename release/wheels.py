@@ -3,10 +3,10 @@
     make wheels                                          both, into dist/
     python release/wheels.py [--machine aarch64]         one
 
-The x86-64 wheel always has the Hopper kernels, so it needs an nvcc (12.9 or later). The aarch64 wheel comes
-from a cross compiler (g++-aarch64-linux-gnu) and what release/aarch64.py fetches: with all CPU kernels for
-aarch64, without Hopper's; a build on a Grace machine has those too. auditwheel names the oldest glibc that a
-wheel needs.
+The x86-64 wheel always has the Hopper kernels, so it needs an nvcc (12.9 or later). The aarch64 wheel is
+built with a cross compiler (g++-aarch64-linux-gnu) and with the files that release/aarch64.py fetches. It has
+all CPU kernels for aarch64, but no Hopper kernels. A build on a Grace machine has those, too. auditwheel
+names the oldest glibc that a wheel needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parent.parent
 DIST = ROOT / "dist"
 CROSS = "aarch64-linux-gnu-g++"
 MOST_BYTES = 25_000_000
-# torch's own, which is always loaded first.
+# torch's own libraries, which are always loaded first.
 NOT_OURS = ("libtorch.so", "libtorch_cpu.so", "libc10.so")
 
 

@@ -1,10 +1,11 @@
-"""Writes an AOTInductor package of a model in 4 bits, and examples that a program without Python must repeat.
+"""Writes an AOTInductor package of a model in 4 bits, and example results that a program without Python must
+reproduce.
 
     python examples/cpp/make_package.py build/cpp [--device cuda]
 
-FOLDER/model.pt2 takes token ids [1, tokens], 2 to 1024 of them, and gives logits. It keeps the layout of
-weights and the format of activations that are best on the device it is made on, and runs on that kind.
-FOLDER/expected.pt is a list of (ids, logits), as the package gave them in Python.
+FOLDER/model.pt2 takes token ids [1, tokens], from 2 to 1024 tokens, and returns logits. The layout of weights
+and the format of activations are those that are best on the device where the package is made, and it runs on
+devices of that kind. FOLDER/expected.pt is a list of (ids, logits) that the package computed in Python.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST_TOKENS = 1024
 
 
 class Logits(nn.Module):
-    """ids [1, tokens] -> logits, without a cache."""
+    """Computes logits from ids [1, tokens], without a cache."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
