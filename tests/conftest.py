@@ -1,4 +1,4 @@
-"""Shared by all tests: a fresh seed each run, devices, poisoned allocations."""
+"""Code that all tests share: a fresh seed for each run, devices, poisoned allocations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-if gc.isenabled():  # until all is imported and collected, hardly any of which is garbage
+if gc.isenabled():  # off until all is imported and collected, which makes little garbage
     gc.disable()
-# Tracing with symbolic sizes hardly ever finds an operator's result in this cache, and filling it takes a
-# fifth of the time. torch reads the variable when it is imported; processes that tests start inherit it.
+# With symbolic sizes, a trace rarely finds an operator's result in this cache, and filling it takes a fifth
+# of the time. torch reads the variable when it is imported; processes that tests start inherit it.
 os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
-# Inductor need not try out with the C++ compiler, in each new cache, which of the processor's vectors work.
+# Otherwise Inductor tries with the C++ compiler, in each new cache, which vector instructions of the
+# processor work.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # Python collects garbage often enough without a collection after each of thousands of compilations.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
@@ -28,7 +29,7 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    # There are few kernels to compile, and each process of a pool would import torch first.
+    # One thread is enough for few kernels. Each process of a pool would have to import torch first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import emulated
@@ -40,16 +41,17 @@ import fp4_ops
 # After each compilation Dynamo times its guards, for its statistics, and flushes the processor's caches
 # first: 40 ms, more than many compilations here take.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
-# pytest listens to every logger that does not propagate, and to this one torch writes each graph if anyone
-# does.
+# pytest adds a handler to every logger that does not propagate. If this logger has a handler, torch writes
+# each graph to it.
 logging.getLogger("torch.__trace").propagate = True
 # Where opt_einsum is installed, torch orders a product of three operands by their sizes, and compiles each.
 torch.backends.opt_einsum.enabled = False
 
 AOTI = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
-"""Precompiled headers and fast wrappers cost more than they save the two packages that tests make."""
+"""Without precompiled headers and optimised wrappers: for the two packages that tests make, these cost more
+time than they save."""
 SEED = int(os.environ.get("FP4_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
-os.environ["FP4_TEST_SEED"] = str(SEED)  # workers and other processes draw the same
+os.environ["FP4_TEST_SEED"] = str(SEED)  # workers and other processes use the same seed
 NOT_COMPILED = "error:Inductor cannot compile graph"
 """A warning that fails a test: compile_passes/pipeline.py hides a fault from users, not from tests."""
 os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), NOT_COMPILED]))
@@ -79,12 +81,12 @@ def pytest_report_header(config) -> str:
 
 
 def more(*values: Any) -> Any:
-    """Values for pytest.mark.parametrize that are left to `make test-more`."""
+    """Marks values for pytest.mark.parametrize that only `make test-more` runs."""
     return pytest.param(*values, marks=pytest.mark.more)
 
 
 def large(*values: Any) -> Any:
-    """Values for pytest.mark.parametrize that would take an emulated GPU minutes, or gigabytes."""
+    """Marks values for pytest.mark.parametrize for which an emulated GPU would need minutes, or gigabytes."""
     return pytest.param(*values, marks=pytest.mark.hardware)
 
 
@@ -99,7 +101,7 @@ def pytest_collection_modifyitems(config, items) -> None:
             for name, value in item.callspec.params.items():
                 place = places[item.function, name]
                 total += place.setdefault(repr(value), len(place))
-            if total % crossed.args[0]:  # not drawn: `make test` and `make test-more` must run all there is
+            if total % crossed.args[0]:  # not random: `make test` and `make test-more` together run all
                 item.add_marker("more")
     n = config.getoption("--draw")
     numbers = {item: zlib.crc32(f"{SEED} {item.nodeid}".encode()) for item in items}
@@ -108,9 +110,9 @@ def pytest_collection_modifyitems(config, items) -> None:
     if getattr(config.option, "loadgroup", False):
         for item in items:
             group = item.get_closest_marker("xdist_group")
-            if group and hasattr(item, "_id"):  # pytest 9.2, where what xdist 3.8 sets is no name of a test's
+            if group and hasattr(item, "_id"):  # pytest 9.2 does not use the name that xdist 3.8 sets
                 item._id = type(item._id).parse(f"{item.nodeid}@{group.args[0]}")
-    # Long tests first: no worker is left with one at the end.
+    # Long tests begin first, so that no worker still has one at the end.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -120,7 +122,8 @@ def needs_gpu() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_pycollect_makeitem(collector, name):
-    """Without a GPU, the thousands of variants that need one are one skipped test for each function."""
+    """Without a GPU, replaces the thousands of variants that need one by one skipped test for each
+    function."""
     found = (yield).get_result()
     if torch.cuda.is_available() or not isinstance(found, list):
         return
@@ -135,7 +138,8 @@ def pytest_pycollect_makeitem(collector, name):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session) -> None:
-    """The collector need not walk through torch and thousands of tests each time a compiler makes garbage."""
+    """Freezes existing objects, so that the garbage collector does not visit torch and thousands of tests
+    each time."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -151,10 +155,10 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True)
 def fresh_data(request) -> None:
-    """Every test draws its own data; FP4_TEST_SEED and the name of the test decide which."""
+    """Seeds the random numbers of each test by FP4_TEST_SEED and the test's name."""
     seed = SEED ^ zlib.crc32(request.node.nodeid.encode())
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():  # else torch.manual_seed keeps a stack trace for later
+    if torch.cuda.is_available():  # without CUDA, torch.manual_seed keeps a stack trace
         torch.cuda.manual_seed_all(seed)
 
 
@@ -170,7 +174,8 @@ def emulated_gpu(request, fresh_data):
 
 @pytest.fixture
 def fresh_dynamo() -> None:
-    """Nothing is compiled yet, and Dynamo captures loops over experts, as a first compilation makes it."""
+    """Resets Dynamo before each test, and makes it capture loops over experts, as a first compilation
+    does."""
     from fp4_ops.compile_passes.dynamo.branches import KEPT
     from fp4_ops.compile_passes.dynamo.extend import extend_dynamo
 
@@ -193,7 +198,7 @@ def from_benchmarks(monkeypatch) -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def registered():
-    """fp4_ops.register_with_transformers, for one test."""
+    """Applies fp4_ops.register_with_transformers for one test."""
     from transformers.quantizers import auto
 
     mappings = (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING)
@@ -217,7 +222,7 @@ M_PERTURB = -6  # glibc: malloc.h
 
 
 def poison_malloc(on: bool) -> bool:
-    """Every byte the C library hands out starts as 0xfe (-1.7e38 as a float32), wherever it is asked for."""
+    """Makes the C library fill all memory that it allocates with 0xfe (-1.7e38 as a float32)."""
     try:
         return bool(ctypes.CDLL(None).mallopt(M_PERTURB, 0x01 if on else 0))
     except AttributeError:  # not glibc
@@ -226,7 +231,7 @@ def poison_malloc(on: bool) -> bool:
 
 @contextlib.contextmanager
 def poisoned():
-    """Fill memory that kernels allocate with garbage: by malloc on the CPU, by at::empty on a GPU."""
+    """Fills memory that kernels allocate with garbage: in malloc on the CPU, in at::empty on a GPU."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ConstantMessage(IncrementLoop):
-    """Dynamo's own way."""
+    """A loop that Dynamo handles by itself."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         assert torch.isfinite(x).all(), "x must be finite"
@@ -16,7 +16,7 @@ class ConstantMessage(IncrementLoop):
 
 
 class InALoop(IncrementLoop):
-    """From Python 3.12 on, the jump of such an assertion goes to what raises the error."""
+    """From Python 3.12 on, the jump of such an assertion goes to the code that raises the error."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = super().route(x)
@@ -26,7 +26,7 @@ class InALoop(IncrementLoop):
 
 
 class Denied(IncrementLoop):
-    """`assert not`, with a constant message, a computed one and none."""
+    """`assert not` with a constant message, with a computed message and without a message."""
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         ids, weights = super().route(x)

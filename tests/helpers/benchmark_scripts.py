@@ -11,7 +11,7 @@ from places import ROOT
 
 FOLDER = ROOT / "benchmarks"
 PEERS = {"ggml", "humming"}
-"""Packages that nothing here installs: a script that needs one says how to get it."""
+"""Packages that no setup here installs. A script that needs one says how to get it."""
 
 
 def imported(name: str) -> types.ModuleType:
@@ -24,7 +24,7 @@ def imported(name: str) -> types.ModuleType:
 
 
 class OnCpu(torch.overrides.TorchFunctionMode):
-    """Give the CPU to code that asks for device "cuda"."""
+    """Gives the CPU to code that asks for device "cuda"."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})

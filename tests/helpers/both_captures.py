@@ -1,4 +1,4 @@
-"""A backend that captures graphs both ways: from copies of what calls have in common, and as one trace."""
+"""Defines a backend that captures graphs in both ways: from copies of traced calls, and as one trace."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class Both:
 
 
 def _is_view(node: torch.fx.Node) -> bool:
-    """Views are made again after writes, some for nothing."""
+    """Return whether a node is a view. After writes, views are made again, and some of these are not
+    needed."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(a.alias_info is not None for a in schema.arguments)
 
@@ -87,7 +88,7 @@ def _is_view(node: torch.fx.Node) -> bool:
 def _operators(gm: torch.fx.GraphModule) -> collections.Counter:
     """Count operators on tensors, with the sizes of their results.
 
-    Views do not count. Nor does `getitem`, which takes one of several results and may do so twice.
+    Views do not count. `getitem` does not count either: it takes one of several results, and may be repeated.
     """
     return collections.Counter(
         (str(n.target), tuple(map(str, v.shape)), tuple(map(str, v.stride())))

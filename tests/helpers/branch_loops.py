@@ -150,7 +150,7 @@ class AViewOfATensor(Loop):
 
 
 class RowsOfAnother(Loop):
-    """The branch asks about other rows than those the work is about."""
+    """The branch tests other rows than those that the skipped code uses."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -284,7 +284,7 @@ class DoesOtherwiseInTraining(Loop):
 
 
 class DoesOtherwiseIfAskedFor(Loop):
-    """The branch asks for an attribute that is a tensor."""
+    """The branch tests an attribute that is a tensor."""
 
     def __init__(self) -> None:
         super().__init__()

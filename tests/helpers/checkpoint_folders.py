@@ -1,4 +1,5 @@
-"""Makes folders as other tools write them, with the values that a model loaded from one must have."""
+"""Makes folders like those of other tools, together with the values that a model loaded from them must
+have."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def e4m3(*shape: int) -> Tensor:
 
 
 def eight_bits(kind: str, n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales, and the float64 values that they mean."""
+    """Return codes, scales, and the float64 values that they represent."""
     codes = torch.randint(-127, 128, (n, k), dtype=torch.int8) if kind == "int8" else e4m3(n, k)
     if kind == "mxfp8":
         scale = torch.randint(112, 122, (n, k // 32), dtype=torch.uint8)
@@ -92,7 +93,8 @@ def ct_group(kind: str) -> dict[str, Any]:
 
 
 def write_mixed(path: Path, maker: str, kind: str) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
-    """A folder with nvfp4 experts and attention in 8 bits: the model, what is in 4 and what was in 8 bits."""
+    """Write a folder with nvfp4 experts and attention in 8 bits. Return the model, the values in 4 bits, and
+    the values in 8 bits."""
     model = tiny()
     path.mkdir(exist_ok=True)
     model.config.save_pretrained(path)
@@ -131,9 +133,10 @@ def per_expert(
     write: Any,
     halves: tuple[str, str, str] = ("gate", "up", "down"),
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Experts one by one: tensors by name, and what the model's parameters then mean, [E, N, K].
+    """Write experts one by one. Return the tensors by name, and the values [E, N, K] that the model's
+    parameters then have.
 
-    owners: a module's name to that of its experts in the files, if it differs.
+    owners: maps a module's name to the name of its experts in the files, if it differs.
     """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Tensor] = {}
@@ -168,9 +171,9 @@ def family(name: str) -> Any:
 
 
 def family_folder(path: Path, model: Any, dialect: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The family's own checkpoint with its experts as llm-compressor and ModelOpt write them: one by one.
+    """Write the family's own checkpoint, with experts one by one, like llm-compressor and ModelOpt.
 
-    Returns what its 4-bit parameters then mean, and the biases that experts have.
+    Returns the values of its 4-bit parameters, and the biases of experts.
     """
     model.save_pretrained(path)
     tensors = load_file(path / "model.safetensors")
@@ -211,7 +214,7 @@ def family_folder(path: Path, model: Any, dialect: str) -> tuple[dict[str, Tenso
 
 
 def in_model_order(model: Any, name: str, values: Tensor) -> Tensor:
-    """[E, N, K] as the parameter of that name has it."""
+    """Return values [E, N, K] in the order of the parameter of that name."""
     form = form_of(model.get_submodule(name.rpartition(".")[0]))
     return values.mT if form.transposed else values
 
@@ -231,8 +234,8 @@ def assert_family_holds(model: Any, original: Any, values: dict[str, Tensor]) ->
 
 @torch.no_grad()
 def outputs(model: Any, ids: Tensor) -> Tensor:
-    """Logits; of a model without a head its hidden states; of longcat_flash, whose tiny config has no
-    attention that works, those of its last block of experts."""
+    """Return logits, or hidden states if the model has no head. For longcat_flash, whose tiny config has no
+    working attention, return the output of its last block of experts."""
     if type(model).__name__.startswith("Longcat"):
         x = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(len(ids))) * 3
         return families.expert_block(model)(x.to(model.dtype))
@@ -241,7 +244,7 @@ def outputs(model: Any, ids: Tensor) -> Tensor:
 
 
 def assert_computes(model: Any, original: Any, values: dict[str, Tensor]) -> None:
-    """The same as the original with the values in place of its weights."""
+    """Check that the model computes the same as the original with these values as weights."""
     twin = original.float()
     with torch.no_grad():
         for name, value in values.items():
@@ -249,8 +252,8 @@ def assert_computes(model: Any, original: Any, values: dict[str, Tensor]) -> Non
     ids = tokens(4, 7)
     pairs = zip(outputs(model, ids).float(), outputs(twin, ids).float(), strict=True)
     errors = sorted(((got - want).norm() / want.norm()).item() for got, want in pairs)
-    # Products of experts that run by their own code take their inputs in bfloat16. That may turn a near tie
-    # of the next router, in one of the four sequences.
+    # Experts with their own code take inputs in bfloat16. In one of the four sequences, this may change the
+    # choice of the next router between two nearly equal scores.
     near = 4e-3 if model.hf_quantizer.report.own_code else 1e-3
     assert all(error < near for error in errors[:3]) and errors[-1] < 1, errors
 
@@ -268,7 +271,7 @@ OTHERS = (
 
 
 def write_fp8(path: Path, kind: str) -> tuple[Any, dict[str, Tensor]]:
-    """A model in 8 bits, attention and experts: float64 values by name."""
+    """Write a model with attention and experts in 8 bits. Return it, and float64 values by name."""
     model = tiny("deepseek_v3" if kind == "deepseek" else "qwen3_moe")
     model.save_pretrained(path)
     tensors, values = load_file(path / "model.safetensors"), {}

@@ -1,7 +1,7 @@
-"""4-bit folders in each dialect with random contents, written by safetensors, and what their tensors mean.
+"""Writes 4-bit folders in each dialect with random contents, and says what their tensors mean.
 
-The meaning is written out here once more, in float64 and from the dialects' own documentation, so that a
-mistake in fp4_ops.checkpoints cannot hide in its own tables.
+The values are computed here independently, in float64 and from the dialects' own documentation. So a mistake
+in the tables of fp4_ops.checkpoints is found.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ PER_EXPERT = [d for d in STORED if d != "gpt-oss-mxfp4"]
 
 
 def code_values(packed: Tensor) -> Tensor:
-    """uint8 [..., K/2] -> float64 [..., K]: the lower k in the low nibble, bit 3 the sign."""
+    """Convert uint8 [..., K/2] to float64 [..., K]. The lower k is in the low nibble, and bit 3 is the
+    sign."""
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
     return torch.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7])
 
@@ -93,7 +94,7 @@ WRITERS: dict[str, Callable[..., tuple[dict[str, Tensor], Tensor]]] = {
 
 
 def tiny(family: str = "qwen3_moe", inner: int = 96) -> Any:
-    """A model whose sizes the blocks of both formats divide."""
+    """Make a model whose sizes are multiples of the blocks of both formats."""
     c = config(family)
     c.dtype = torch.bfloat16
     for size in ("moe_intermediate_size", "intermediate_size"):
@@ -115,7 +116,7 @@ def write_folder(
     linears: tuple[str, ...] = (),
     shards: int = 1,
 ) -> dict[str, Tensor]:
-    """A folder of `model` with random 4-bit experts; returns what each 4-bit parameter stands for.
+    """Write a folder of `model` with random 4-bit experts. Return the value of each 4-bit parameter.
 
     factors: the global scale of an expert's "gate", "up" or "down". linears: layers that are in 4 bits too.
     """
@@ -159,7 +160,7 @@ def write_folder(
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], shards: int = 1) -> None:
-    """One model.safetensors, or several files and an index."""
+    """Write one model.safetensors, or several files and an index."""
     if shards == 1:
         save_file(tensors, path / "model.safetensors")
         return

@@ -1,4 +1,4 @@
-"""The modules of fp4_ops.dev, where its part in C++ was built."""
+"""Imports modules of fp4_ops.dev, if its C++ part was built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 def development(name: str) -> ModuleType:
-    """fp4_ops.dev.`name`; without it the test, or the file that asks for it, is skipped by its name."""
+    """Return fp4_ops.dev.`name`. If it was not built, skip the test or file that asks for it."""
     __tracebackhide__ = True
     return pytest.importorskip(
         f"fp4_ops.dev.{name}", reason="needs fp4_ops.dev, which `make dev` builds", exc_type=ImportError

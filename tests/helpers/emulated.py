@@ -1,8 +1,9 @@
 """A Hopper GPU without one: `pytest --emulate tests/kernels_cuda/test_sm90_gpu.py`.
 
-The sources of csrc/device and csrc/sm90 are compiled by the host's compiler, with sm90_emulator/ in the
-place of what only a GPU does, and the tests' tensors stay on the CPU. docs/kernels.md says what that shows.
-The operators of csrc/cuda are compiled as they are, but register as `fp4_emulated::*` for tensors on the CPU.
+The host's compiler compiles the sources of csrc/device and csrc/sm90. sm90_emulator/ replaces the
+instructions that only a GPU has. The tests' tensors stay on the CPU. docs/kernels.md says what such tests
+show. The operators of csrc/cuda are compiled without changes, but register as `fp4_emulated::*` for tensors
+on the CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "s
 """Folders of csrc with the kernels of each library."""
 MULTIPROCESSORS = 14
 WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
-FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # which would check longjmp, too
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # _FORTIFY_SOURCE would check longjmp
 
 
 def cuda_headers() -> Path | None:
@@ -59,7 +60,7 @@ def kernels(name: str = "sm90") -> Path:
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
         for folder in FOLDERS[name]:
             shutil.copytree(ROOT / "csrc" / folder, Path(made) / folder)
-        # A source finds what lies beside it first: here the emulator's own instructions.
+        # A source includes headers from its own folder first, so the emulator's instructions are put there.
         shutil.copy(EMULATOR / "ptx.cuh", Path(made) / "device")
         for folder in FOLDERS[name][2:]:
             shutil.copy(EMULATOR / f"ptx_{folder}.cuh", Path(made) / folder)
@@ -77,7 +78,7 @@ def kernels(name: str = "sm90") -> Path:
 
 
 def put(made: Path, target: Path) -> None:
-    """All at once: another process may be loading what is there."""
+    """Replace the target in one step, because another process may be loading it."""
     whole = target.with_suffix(f".{os.getpid()}")
     shutil.move(made, whole)
     whole.replace(target)
@@ -135,7 +136,7 @@ def without_triton(name: str) -> Any:
         words = [value for value in (*args, *kwargs.values()) if isinstance(value, str)]
         layout = next((word for word in words if word in LAYOUTS and LAYOUTS[word].native), None)
         found = getattr(torch.ops.fp4, name) if layout is None else operators.implementation(name, layout, 0)
-        # Of these only grouped_mm_k calls an operator that the emulated GPU runs.
+        # Among these operators, only grouped_mm_k calls an operator that the emulated GPU runs.
         with OnCpu() if name == "grouped_mm_k" else contextlib.nullcontext():
             return found(*args, **kwargs)
 
@@ -143,7 +144,7 @@ def without_triton(name: str) -> Any:
 
 
 def seed(value: int) -> None:
-    """Decides in which order things happen."""
+    """Set the seed that decides the order of the emulated threads."""
     loaded = library.library()
     assert loaded is not None
     loaded.emulator_seed(value % 2**32)
@@ -173,8 +174,8 @@ class OnCpu(TorchFunctionMode):
 
 
 def pretend() -> None:
-    """From now on torch says that there is a Hopper GPU."""
-    library.FILE = str(kernels())  # which takes the place of the package's folder, too
+    """Make torch report a Hopper GPU from now on."""
+    library.FILE = str(kernels())  # replaces the path in the package's folder
     library.library.cache_clear()
     loaded = library.library()
     assert loaded is not None
@@ -183,12 +184,12 @@ def pretend() -> None:
     native.FILE = str(runtime())
     native.library.cache_clear()
     native.loaded().fp4_cuda_has_fallbacks(True)
-    with contextlib.suppress(ImportError):  # what `make dev` builds has a planner of its own
+    with contextlib.suppress(ImportError):  # the module of `make dev` has its own planner
         from fp4_ops.dev import planner
 
         planner.use_kernels(library.FILE, 0)
     of_index = native.family
-    native.family = lambda index: of_index(index or 0)  # tensors on the CPU have none
+    native.family = lambda index: of_index(index or 0)  # tensors on the CPU have no index
     native.family.cache_clear = of_index.cache_clear
     cuda = torch.cuda
     cuda.is_available = lambda: True

@@ -1,7 +1,8 @@
-"""The kernels of csrc/nvlink without GPUs: ranks are threads of one process, whose buffers are tensors.
+"""Runs the kernels of csrc/nvlink without GPUs. Ranks are threads of one process, and their buffers are
+tensors.
 
-They are compiled as emulated.py does with the Hopper kernels, with nvlink_emulator/ in the place
-of what only GPUs do to each other's memory.
+They are compiled in the same way as the Hopper kernels in emulated.py. nvlink_emulator/ replaces the accesses
+to other GPUs' memory.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ def library() -> Path:
 
 
 def spaces(ranks: int, max_tokens: int, row_bytes: int, seconds: float = 300.0) -> list[Workspace]:
-    """One workspace of each rank, whose buffers are poisoned but for headers, flags and words."""
-    nvlink.FILE = str(library())  # takes the place of the package's folder, too
+    """Make a workspace for each rank. The buffers are poisoned, except headers, flags and words."""
+    nvlink.FILE = str(library())  # replaces the path in the package's folder
     nvlink.library.cache_clear()
     layout = Layout(ranks, max_tokens, row_bytes)
     buffers = [torch.zeros(layout.bytes + 16, dtype=torch.uint8) for _ in range(ranks)]

@@ -1,4 +1,4 @@
-"""Tiny models of transformers' Mixture-of-Experts families, from the families' own config classes."""
+"""Makes tiny models of transformers' Mixture-of-Experts families with the families' own config classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# A config takes the sizes that it has names for.
+# Each config gets the sizes for which it has names.
 _SIZES = {
     "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "intermediate_size": 64,
@@ -35,7 +35,8 @@ _NOTHING = (
     "qwen3_5_moe_text", "qwen3_vl_moe_text", "qwen4_exp_text", "jetmoe",
 )  # fmt: skip
 
-# Family, or a variant of it after a comma -> what its tiny config needs beyond the sizes.
+# Maps a family, or a variant of it after a comma, to the settings that its tiny config needs in addition to
+# the sizes.
 FAMILIES: dict[str, dict[str, Any]] = {
     **{family: {} for family in _NOTHING},
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "n_group": 1},
@@ -74,11 +75,12 @@ LOOPS = {
     "dbrx": "DbrxFFN", "jetmoe": "JetMoeMoE", "longcat_flash": "LongcatFlashMoE",
     "nllb-moe": "NllbMoeSparseMLP", "switch_transformers": "SwitchTransformersSparseMLP",
 }  # fmt: skip
-"""Families whose experts are no entry of transformers' registry: their own loop, and the block's class."""
+"""Families whose experts are not in transformers' registry. They have their own loop. Each has the class of
+its block."""
 
 
 def tiny(family: str, implementation: str = "", **changes: Any) -> nn.Module:
-    """A float32 model with random weights, biases too. changes: to its config."""
+    """Make a float32 model with random weights and biases. changes: changes of its config."""
     import pytest
     import transformers
 
@@ -91,7 +93,7 @@ def tiny(family: str, implementation: str = "", **changes: Any) -> nn.Module:
     config = cls(**{**sizes, **FAMILIES[family], **changes})
     try:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    except ValueError:  # a family that has no such head
+    except ValueError:  # a family without such a head
         model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
     if implementation:
         model.set_experts_implementation(implementation)
@@ -103,7 +105,7 @@ def tiny(family: str, implementation: str = "", **changes: Any) -> nn.Module:
 
 
 def expert_block(model: nn.Module) -> nn.Module:
-    """The module that routes and runs the experts of the last layer that has any."""
+    """Return the module that routes and runs the experts of the last layer with experts."""
     loops = [m for m in model.modules() if type(m).__name__ in LOOPS.values()]
     if loops:
         return loops[-1]

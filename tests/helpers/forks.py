@@ -1,10 +1,10 @@
-"""Processes that have torch, transformers and this package imported when they start.
+"""Starts processes that have already imported torch, transformers and this package.
 
 Importing them takes ten times as long as most of the scripts that tests run. A server of the test session
-imports them once and forks for each script. A fork has no state of a test's process; but what a test says of
-imports, of memory, or of what two processes do not share (addresses, Python's hashes) needs new processes.
+imports them once and forks for each script. A fork has no state of a test's process. But tests about imports,
+memory, or values that differ between processes (addresses, Python's hashes) need new processes.
 
-`python forks.py SOCKET PID` is the server. It ends when process PID does, that of the session.
+`python forks.py SOCKET PID` is the server. It ends together with process PID, which is that of the session.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ END = b"\0"
 
 
 def session() -> int:
-    """Return the process of the session: xdist's workers are its children."""
+    """Return the process id of the session. xdist's workers are its children."""
     return os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 
 
@@ -54,10 +54,11 @@ def connect() -> socket.socket:
 
 
 class Forked:
-    """What `subprocess.Popen` is, for one of these."""
+    """A process like `subprocess.Popen`, for a script in a fork."""
 
     def __init__(self, args: list[str], env: dict[str, str], cwd: str, merged: bool) -> None:
-        """args: as Python takes them: -W ignore, then a script, or -c CODE, or -m MODULE, then its own."""
+        """args: the arguments of Python: -W ignore, then a script, -c CODE or -m MODULE, then the script's
+        arguments."""
         self.returncode: int | None = None
         self._out, self._err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         errors = self._out if merged else self._err
@@ -70,7 +71,7 @@ class Forked:
         try:
             self.returncode = int(self._connection.recv(64))
         finally:
-            self._connection.close()  # which ends a process that has not ended
+            self._connection.close()  # ends the process if it still runs
         return self.output(), self.output(self._err)
 
     def output(self, file: Any = None) -> bytes:
@@ -82,14 +83,14 @@ class Forked:
 def start(
     args: list[str], env: dict[str, str] | None = None, cwd: str | Path | None = None, merged: bool = False
 ) -> Forked:
-    """Start a script in a fork. `merged`: its errors are in its output."""
+    """Start a script in a fork. `merged`: stderr is a part of the output."""
     return Forked(args, dict(os.environ if env is None else env), str(cwd or os.getcwd()), merged)
 
 
 def run(
     args: list[str], env: dict[str, str] | None = None, cwd: str | Path | None = None, timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
-    """Return what `subprocess.run` does for [sys.executable, *args], as text."""
+    """Return the same as `subprocess.run` for [sys.executable, *args], as text."""
     forked = start(args, env, cwd)
     out, err = (part.decode() for part in forked.communicate(timeout))
     assert forked.returncode is not None
@@ -97,7 +98,7 @@ def run(
 
 
 def become(request: dict[str, Any]) -> None:
-    """Run what was asked for, as Python does with these arguments."""
+    """Run the requested script, as Python does with these arguments."""
     import runpy
     import warnings
 
@@ -129,7 +130,7 @@ def become(request: dict[str, Any]) -> None:
 
 
 def child(request: dict[str, Any], files: list[int]) -> int:
-    """Return the status that a process of its own would end with."""
+    """Run the request. Return the exit status that a separate process would have."""
     import atexit
     import traceback
 
@@ -177,7 +178,7 @@ def serve(path: Path, session: int) -> None:
     while Path(f"/proc/{session}").exists():
         ready, _, _ = select.select([listener, wake, *running.values()], [], [], 2)
         for pid, connection in running.items():
-            if connection in ready:  # closed by who asked
+            if connection in ready:  # closed by the client
                 kill(pid)
         if listener in ready:
             connection, request, files = accept(listener)
@@ -205,7 +206,7 @@ def kill(pid: int) -> None:
 
 
 def prepare() -> None:
-    """Import what takes long, and nothing that starts a thread."""
+    """Import modules that take long, but none that starts a thread."""
 
     import fp4_ops.backend
     import fp4_ops.compile_passes.pipeline

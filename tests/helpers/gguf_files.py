@@ -1,7 +1,8 @@
-"""GGUF files of tiny models, written byte by byte from the format's description, and what their experts mean.
+"""Writes GGUF files of tiny models byte by byte from the format's description, and computes the values of
+their experts.
 
-Names, orders and metadata are those that llama.cpp's converter writes; they are written out here once more,
-so that a mistake in fp4_ops.checkpoints.gguf cannot hide in its own tables.
+Names, orders and metadata are those of llama.cpp's converter. They are repeated here, so that a mistake in
+the tables of fp4_ops.checkpoints.gguf is found.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def plain(tensor: Tensor, kind: str = "F32") -> Stored:
 
 
 def q8_0(tensor: Tensor) -> tuple[Stored, Tensor]:
-    """A tensor in Q8_0, and the float64 values that it then has."""
+    """Return a tensor in Q8_0, and its float64 values."""
     blocks = tensor.detach().float().unflatten(-1, (-1, 32))
     d = (blocks.abs().amax(-1, True) / 127).half()
     codes = (blocks / d.float()).nan_to_num().round().clamp(-127, 127).to(torch.int8)
@@ -77,7 +78,7 @@ def q8_0(tensor: Tensor) -> tuple[Stored, Tensor]:
 
 
 def experts(kind: str, *shape: int) -> tuple[Tensor, Tensor]:
-    """Random blocks, uint8 [..., blocks, bytes], and the float64 values that they mean [..., K]."""
+    """Return random blocks, uint8 [..., blocks, bytes], and their float64 values [..., K]."""
     *rows, k = shape
     block, size = SIZE[kind]
     data = torch.randint(0, 256, (*rows, k // block, size), dtype=torch.uint8)
@@ -141,12 +142,12 @@ def _name(arch: str, name: str) -> str:
 
 
 def _permuted(w: Tensor, heads: int) -> Tensor:
-    """llama.cpp's order of the rows of q and k."""
+    """Put the rows of q or k into llama.cpp's order."""
     return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).transpose(1, 2).reshape(w.shape)
 
 
 def metadata_of(arch: str, c: Any) -> dict[str, Any]:
-    """The metadata that describe a config."""
+    """Return the metadata that describe a config."""
     heads = c.num_attention_heads
     own = {
         "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings,
@@ -191,9 +192,9 @@ def metadata_of(arch: str, c: Any) -> dict[str, Any]:
 def tensors_of(
     arch: str, model: nn.Module, kinds: dict[str, str], dense: str = "F32", split_mla: bool = False
 ) -> dict[str, Stored]:
-    """A model's tensors with random experts, which `model` then has, too.
+    """Return a model's tensors with random experts, and give `model` the values of these experts.
 
-    kinds: ggml's type of "gate", "up" and "down". dense: that of matrices outside of experts.
+    kinds: ggml's type of "gate", "up" and "down". dense: ggml's type of matrices outside of experts.
     """
     c: Any = model.config
     found: dict[str, Stored] = {}
@@ -207,7 +208,7 @@ def tensors_of(
             value = p
             gguf = _name(arch, name)
             quantised = dense == "Q8_0" and p.dim() == 2 and p.shape[-1] % 32 == 0 and "inp" not in gguf
-            if quantised:  # in the order of the model: blocks lie within a row
+            if quantised:  # in the order of the model, because blocks are inside a row
                 p.copy_(q8_0(p)[1])
             if arch == "llama" and ("attn_q." in gguf or "attn_k." in gguf):
                 value = _permuted(p, c.num_attention_heads if "attn_q." in gguf else c.num_key_value_heads)

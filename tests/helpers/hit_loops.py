@@ -82,7 +82,7 @@ class HitsThatBreak(Hits):
 
 
 class HitsThatMarkOthers(Hits):
-    """Without rows that writes nothing; with rows it gives rows to an expert that was not hit."""
+    """Without rows it writes nothing. With rows it gives rows to an expert that was not hit."""
 
     def more(self, e, out):
         self.mask[self.E - 1, 0].index_fill_(0, torch.where(self.mask[e])[1], 1)
@@ -298,7 +298,7 @@ class HitsByTensorAndRemembers(Hits):
 
 
 class HitsByTensorOfSeveral(Hits):
-    """Read `mask[t, 0]`, one of the choices."""
+    """Reads `mask[t, 0]`, one of the choices."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -311,7 +311,7 @@ class HitsByTensorOfSeveral(Hits):
 
 
 class HitsByTensorsOfNoDimension(Hits):
-    """Read `mask[t]`, which has one dimension fewer."""
+    """Reads `mask[t]`, which has one dimension fewer."""
 
     def hit(self, ids):
         return super().hit(ids).squeeze(-1)
@@ -327,7 +327,7 @@ class HitsByTensorsOfNoDimension(Hits):
 
 
 class HitsByTensorAndWrites(Hits):
-    """Read a copy: t is a tensor, so `mask[t]` is no view."""
+    """Reads a copy: t is a tensor, so `mask[t]` is not a view."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -342,7 +342,7 @@ class HitsByTensorAndWrites(Hits):
         return out * factors.sum()
 
 
-# --- other ways to write what the loop is over ---
+# --- other ways to write the tensor that the loop iterates over ---
 
 
 class HitsFlat(HitsByTensor):
@@ -398,7 +398,7 @@ class HitsAsRowsOfNumbers(Hits):
 
 
 class HitsInTheLastDimension(Hits):
-    """The masks are of tokens, because the choices of a token are added up first."""
+    """The masks are over tokens, because the choices of a token are added up first."""
 
     def experts_of(self, x, ids, weights):
         out = torch.zeros_like(x)
@@ -502,7 +502,8 @@ MORE_BRANCHES = [
     HitsOften, HitsOfAMaskThatChanges, HitsOfAMaskThatIsFilled, HitsOfMoreThanOne, HitsOfNarrowCounts,
     HitsAsNumbersThatAreNumbered, HitsAsNumbersOfFewTokens,
 ]  # fmt: skip
-# These are captured, but are no mixture of experts: they compute something else for each expert's number.
+# These are captured, but they are not mixtures of experts: each expert's number is used in another
+# computation.
 NUMBERS = [
     HitsByTensorAndReadsIt, HitsByTensorAndWrites, HitsAsTensors, HitsByItemAndReadsIt, HitsDoubled,
     HitsByTensorOfSeveral, HitsByTensorsOfNoDimension, HitsInTheLastDimension,

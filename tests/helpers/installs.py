@@ -1,4 +1,4 @@
-"""Installs other people's packages, each set once into a folder of its own."""
+"""Installs other people's packages, each set of packages once, into a folder of its own."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ class CannotInstall(Exception):
 
 
 _missing: dict[str, CannotInstall] = {}
-"""Packages that pip could not get. pip is asked only once, because it tries for long without a network."""
+"""Packages that pip could not get. pip is asked only once, because without a network it tries for a long
+time."""
 
 
 def installed(name: str, requirements: tuple[str, ...]) -> Path:
-    """The folder with these packages, installed on first use."""
+    """Return the folder with these packages. They are installed at the first use."""
     if name in _missing:
         raise _missing[name]
     key = hashlib.sha256("\n".join((sys.version[:4], *requirements)).encode()).hexdigest()[:10]

@@ -1,7 +1,7 @@
-"""A fresh process that runs what another one precompiled: `python load_precompiled.py FOLDER`.
+"""Runs code in a fresh process that another process has precompiled: `python load_precompiled.py FOLDER`.
 
-FOLDER has for each case `NAME.bin`, the precompiled forward, and `NAME.pt`: (module, its calls' arguments,
-their results). Says on a line each what differs, and "compiled" if anything is compiled here.
+For each case, FOLDER has `NAME.bin`, the precompiled forward, and `NAME.pt`: (module, arguments of its calls,
+their results). The script prints a line for each difference, and "compiled" if anything is compiled here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Registry of look-alikes for their tests, and a loop each of whose steps may be another.
+"""A registry of look-alikes for their tests, and a loop in which each step can be replaced.
 
-A look-alike is a style of moe_styles with one thing changed, so that it is no mixture of experts, or another
-one. A change that is understood may be rewritten; the result must be the changed program's either way.
+A look-alike is a style of moe_styles with one change. With the change it is not a mixture of experts, or it
+is a different one. If the compiler understands the change, it may rewrite the program. In any case the result
+must be that of the changed program.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 GRAPHS_OWN = re.compile(
     r"\b(?:arg|primals|mm|bmm|addmm|mul|add|view|index|clone|getitem|t|sum)_\d+\b|aten\.|__dict__|_modules"
 )
-"""Texts that no message may have: names of nodes, and Dynamo's paths."""
+"""Finds texts that no message may contain: names of nodes, and Dynamo's paths."""
 
 CHANGES: dict[str, tuple[type[nn.Module], str, str]] = {}
 
 
 def lookalike(reason: str, change: str = ""):
-    """Register a look-alike with the reason and change that the report must give; "" if it is rewritten."""
+    """Register a look-alike with the reason and change that the report must give. reason: "" if it is
+    rewritten."""
 
     def add(cls):
         CHANGES[cls.__name__] = (cls, reason, change)
@@ -49,7 +51,7 @@ def check(name: str, experts: int = 4) -> None:
             if recorder.ops:
                 assert relative_error(got, want) < 1e-5
             else:
-                torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)  # which may be zeros
+                torch.testing.assert_close(got, exact, rtol=1e-5, atol=1e-5)  # may be zeros
     told = [(s.reason, s.change) for s in recorder.sites if s.reason]
     if reason:
         assert not blocks, blocks
@@ -61,7 +63,7 @@ def check(name: str, experts: int = 4) -> None:
 
 
 class Loop(ListStyle):
-    """A where loop, each of whose steps a look-alike may replace."""
+    """A where loop. A look-alike may replace any of its steps."""
 
     def masked(self, ids: Tensor, e: int) -> Tensor:
         return ids == e

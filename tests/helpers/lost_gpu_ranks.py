@@ -1,7 +1,7 @@
-"""One of two processes with a GPU each, of which rank 1 is lost: `python lost_gpu_ranks.py FOLDER HOW`.
+"""Runs as one of two processes with a GPU each, where rank 1 is lost: `python lost_gpu_ranks.py FOLDER HOW`.
 
-HOW: "late", it never calls; "killed", it is killed; "other", it calls for something else. FOLDER gets
-`rank0.json`: its errors, and after how many seconds.
+HOW is "late" if rank 1 never calls, "killed" if it is killed, and "other" if it makes another call.
+`rank0.json` in FOLDER gets the errors of rank 0, and the seconds until each of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import fp4_ops  # noqa: F401  loads the operators
 from fp4_ops.distributed import workspace
 
 PATIENCE = 4
-"""Seconds."""
+"""The timeout in seconds."""
 
 
 def main() -> None:
@@ -57,7 +57,7 @@ def main() -> None:
     except RuntimeError as error:
         told["again"] = str(error)
     (folder / "rank0.json").write_text(json.dumps(told))
-    time.sleep(1)  # for the words on the standard error output
+    time.sleep(1)  # so that the text on stderr arrives
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""One of three processes, of which rank 1 is lost: `python lost_ranks.py FOLDER HOW`.
+"""Runs as one of three processes, where rank 1 is lost: `python lost_ranks.py FOLDER HOW`.
 
-HOW: "late", it does not come to any of the operators, nor to `prepare`, and then ends; "raises", it ends
-by an exception in the middle of a forward. FOLDER gets `rank0.json` and `rank2.json`: the others' errors,
-and after how many seconds.
+HOW is "late" if rank 1 calls neither the operators nor `prepare` and then ends, and "raises" if an exception
+ends it in the middle of a forward. `rank0.json` and `rank2.json` in FOLDER get the errors of the other ranks,
+and the seconds until each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp4_ops.models.pack_experts import Quantizer
 from fp4_ops.quantization import find_method
 
 PATIENCE = 6
-"""Seconds."""
+"""The timeout in seconds."""
 
 
 def all_reduce(name: str) -> Any:
@@ -100,7 +100,7 @@ def main() -> None:
     assert torch.equal(all_reduce(name), torch.full((5,), 3.0))
     results = late(rank) if sys.argv[2] == "late" else {"own": error(Model(), name)}
     (Path(sys.argv[1]) / f"rank{rank}.json").write_text(json.dumps(results))
-    if rank == 0:  # this rank holds the store, which rank 2 asks who is missing
+    if rank == 0:  # this rank has the store, in which rank 2 looks for missing ranks
         end = time.monotonic() + 120
         while not (Path(sys.argv[1]) / "rank2.json").exists() and time.monotonic() < end:
             time.sleep(0.1)

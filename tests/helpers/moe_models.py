@@ -1,4 +1,4 @@
-"""Models for tests of the compiler: tiny models of the families, and a block with one thing changed."""
+"""Models for tests of the compiler: tiny models of the families, and a block with one change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _COMMON = {
 
 
 def config(family: str, **changes: Any) -> Any:
-    """A config with two layers, 4 or 8 experts, hidden 64 and odd enough intermediate sizes."""
+    """Make a config with two layers, 4 or 8 experts, hidden size 64 and unusual intermediate sizes."""
     t = transformers
     c = {**_COMMON, **changes}
     if family == "mixtral":
@@ -57,7 +57,7 @@ def config(family: str, **changes: Any) -> Any:
 
 
 def build(family: str, dtype: torch.dtype, implementation: str, **changes: Any) -> nn.Module:
-    """A model with random weights; biases too, which transformers starts at zero."""
+    """Make a model with random weights and biases. transformers initialises biases with zeros."""
     model = transformers.AutoModelForCausalLM.from_config(config(family, **changes), dtype=dtype).eval()
     model.set_experts_implementation(implementation)
     with torch.no_grad():
@@ -68,10 +68,10 @@ def build(family: str, dtype: torch.dtype, implementation: str, **changes: Any) 
 
 
 def that_answers(family: str, **changes: Any) -> nn.Module:
-    """Return a model that continues each prompt in another way: its embeddings are of size one.
+    """Return a model that continues different prompts differently: its embeddings have size one.
 
-    transformers draws embeddings of size 0.02. They may be lost among biases, and then all prompts continue
-    alike.
+    transformers draws embeddings of size 0.02. Biases may be much larger, and then all prompts have the same
+    continuation.
     """
     model = build(family, torch.float32, "grouped_mm", **changes)
     nn.init.normal_(model.get_input_embeddings().weight)
@@ -83,7 +83,7 @@ def tokens(batch: int, length: int) -> torch.Tensor:
 
 
 def fake_quantised_model(model: nn.Module, format: str = "nvfp4") -> nn.Module:
-    """A float32 copy whose expert weights are exactly those that the packed ones stand for."""
+    """Make a float32 copy whose expert weights are the values of the packed weights."""
     transposed = type(model).__name__.startswith("GptOss")
     twin = copy.deepcopy(model).float()
     with torch.no_grad():
@@ -94,7 +94,7 @@ def fake_quantised_model(model: nn.Module, format: str = "nvfp4") -> nn.Module:
 
 
 def exact(family: str, model: nn.Module) -> nn.Module:
-    """A copy in the same dtype whose expert weights are those that the packed ones stand for."""
+    """Make a copy in the same dtype whose expert weights are the values of the packed weights."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for name, p in twin.named_parameters():
@@ -115,7 +115,7 @@ class Logits(nn.Module):
 
 
 class Block(nn.Module):
-    """Router and experts as transformers' grouped_mm and batched_mm write them, with one thing `changed`."""
+    """A router and experts like transformers' grouped_mm and batched_mm, with one change, `changed`."""
 
     E, K, H, I = 6, 2, 32, 48  # noqa: E741
 
@@ -220,7 +220,7 @@ class Block(nn.Module):
         return y.view(x.shape[0], k, -1).sum(1)
 
     def twin(self, format: str = "nvfp4") -> Block:
-        """The same module over the weights that the packed ones stand for."""
+        """Make the same module with the values of the packed weights."""
         twin = copy.deepcopy(self)
         with torch.no_grad():
             for name in ("w13", "w2"):

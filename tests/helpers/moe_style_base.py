@@ -1,7 +1,8 @@
-"""Ways people write a Mixture-of-Experts layer, none of them with fp4_ops in mind.
+"""Defines styles: ways in which people write a Mixture-of-Experts layer without thinking of fp4_ops.
 
-Each style is a module over x [T, H] that routes and runs its experts. `matrices(e)` gives the weights of
-expert e as writable views [N, K], grouped as they are quantised, so that one function makes every twin.
+Each style is a module with input x [T, H] that routes and runs its experts. `matrices(e)` returns the weights
+of expert e as writable views [N, K], in the groups in which they are quantised. So one function can make the
+twin of every style.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def relu2(x: Tensor) -> Tensor:
 
 
 class Expert(nn.Module):
-    """One expert as its own module: gated if `gated`, with biases if `bias`."""
+    """One expert as a module of its own, with a gate if `gated` and with biases if `bias`."""
 
     def __init__(self, h: int, i: int, act: Callable[..., Tensor], gated: bool, bias: bool) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Expert(nn.Module):
 
 
 class Style(nn.Module):
-    """Router and sizes; a subclass holds the weights and writes `experts(x, ids, weights)`."""
+    """The router and the sizes. A subclass holds the weights and defines `experts(x, ids, weights)`."""
 
     def __init__(
         self, experts: int = 6, k: int = 2, hidden: int = 32, inter: int = 48,
@@ -74,7 +75,7 @@ class Style(nn.Module):
         return self.experts_of(x, ids, weights)
 
     def twin(self, format: str = "nvfp4") -> Style:
-        """The same module over exactly the weights that the packed ones stand for."""
+        """Make the same module with exactly the values of the packed weights."""
         twin = copy.deepcopy(self)
         with torch.no_grad():
             for e in range(self.E):
@@ -133,7 +134,7 @@ class FusedStyle(Style):
 
 
 def twin_of(module: nn.Module) -> nn.Module:
-    """The model over the weights that packed ones stand for, in every block."""
+    """Make the model with the values of the packed weights in every block."""
     twin = copy.deepcopy(module)
     if isinstance(twin, Style):
         return twin.twin()

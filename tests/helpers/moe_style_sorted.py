@@ -47,7 +47,7 @@ class PermuteUnpermute(FusedStyle):
 
 
 class SortedSplits(StackedStyle):
-    """Each expert's rows are a slice of all, of a size that only the data knows."""
+    """Each expert's rows are a slice of all rows. Its size depends on the data."""
 
     def counts(self, ids: Tensor) -> Tensor:
         raise NotImplementedError
@@ -142,12 +142,12 @@ class BinnedSlices(SlicedLoop):
 
 
 class Slices(ListStyle):
-    """Expert e takes slice e of a buffer, in which rows have places."""
+    """Expert e reads slice e of a buffer. Each row has a place in the buffer."""
 
     capacity = 8
 
     def places(self, ids: Tensor) -> Tensor:
-        """[T, k, E, C]: whether choice j of a token has place c at an expert."""
+        """Return [T, k, E, C]: whether choice j of a token has place c at an expert."""
         mask = F.one_hot(ids, self.E).view(-1, self.E)
         position = (mask.cumsum(0) - 1) * mask
         kept = mask * (position < self.capacity)
@@ -155,7 +155,7 @@ class Slices(ListStyle):
         return slots.view(*ids.shape, self.E, self.capacity)
 
     def each(self, buffer: Tensor) -> Tensor:
-        """The outputs, [E, C, H] as the buffer."""
+        """Return the outputs [E, C, H], in the order of the buffer."""
         raise NotImplementedError
 
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

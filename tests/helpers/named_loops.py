@@ -1,4 +1,4 @@
-"""Loops over the experts that are among the ids: other ways to write them, and those that must stay loops."""
+"""Loops over the experts among the ids: other ways to write them, and loops that must stay loops."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class NamedIdsThatChange(Named):
 
 
 class NamedIdsThatChanged(Named):
-    """The loop is over the ids before they changed."""
+    """The loop iterates over the ids from before a change."""
 
     def named(self, ids):
         names = torch.unique(ids)

@@ -1,4 +1,4 @@
-"""A backend of torch.compile that runs one pass of compile_passes/step/ alone, and then the graph."""
+"""Defines a backend of torch.compile that runs a single pass of compile_passes/step/, and then the graph."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fp4_ops.compile_passes.trace.copier import Copier
 
 
 def copied(gm: fx.GraphModule, fakes: Sequence[Any], mode: Any) -> fx.GraphModule:
-    """Copies Dynamo's graph as `capture` does, but fails where that would trace the whole graph."""
+    """Copies Dynamo's graph like `capture`, but fails if the whole graph would have to be traced."""
     with torch.no_grad(), mode, enable_python_dispatcher():
         return Copier(gm, fakes, mode, {}).run()
 
 
 class OnePass:
-    """`said` is what the pass returned; `undone` says how a run is undone, before and after the pass."""
+    """`said` is the result of the pass. `undone` says how a run is undone, before and after the pass."""
 
     graph: fx.Graph
     said: list[str]

@@ -1,4 +1,4 @@
-"""Styles of other people's packages (tests/real/), small and in our own words: they join STYLES."""
+"""Adds small versions of the styles of other people's packages (tests/real/) to STYLES."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from moe_styles import Expert, ListStyle, StackedSlices, StackedStyle, style
 from torch import Tensor, nn
 
-# --- out[token] += y adds every row, as no token has one expert twice ---
+# --- out[token] += y adds every row, because no token has one expert twice ---
 
 
 @style("where loop, `out[token] += ...` (mistral-inference)")

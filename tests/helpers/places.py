@@ -1,4 +1,4 @@
-"""Where things are, for tests that read other files of the repository."""
+"""Paths in the repository, for tests that read its files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A prepared block of transformers, in a file of its own: unpickling it imports no compile passes."""
+"""A prepared block of transformers. It has its own file, so that unpickling it imports no compile passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import fp4_ops
 
 
 class Prepared(nn.Module):
-    """A block of transformers' that `prepare` packed: the graph holds the operator already."""
+    """A block of transformers that `prepare` packed. Its graph already contains the operator."""
 
     H = 64
 

@@ -1,4 +1,4 @@
-"""Starts a script several times, as torchrun would: one process a rank, on the CPU, or each with a GPU."""
+"""Starts a script several times, like torchrun: one process for each rank, on the CPU or each with a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def free_port() -> int:
 
 
 def start(script: str, ranks: int, *args: object, gpus: bool = False) -> list[Any]:
-    """`script`, beside this file, with each rank's place in the environment."""
+    """Start `script`, which is beside this file, with each rank's settings in the environment."""
     port, processes = free_port(), []
     for rank in range(ranks):
         env = environment(
@@ -57,10 +57,10 @@ def outcomes(
 
 
 def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
-    """Return what `make(folder)` returns. One worker of the session calls it; the others read its answer."""
+    """Return the result of `make(folder)`. One worker of the session calls it; the others read its result."""
     shared = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent  # each worker has a folder of its own in that of the session
+        shared = shared.parent  # each worker has its own folder in the session's folder
     folder = shared / f"once-{name}"
     folder.mkdir(exist_ok=True)
     answer = folder / "answer.json"

@@ -1,4 +1,5 @@
-"""Experts that are not gate/up, an activation and down: one layer each, a norm at the end, three layers."""
+"""Experts with other parts than gate/up, an activation and down: one layer each, a norm at the end, three
+layers."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Residual(nn.Module):
 
 
 class Listed(nn.Module):
-    """A router and experts in a ModuleList, whose name says nothing."""
+    """A router and experts in a ModuleList, whose name does not contain "expert"."""
 
     def __init__(self, expert: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -70,7 +71,7 @@ class Listed(nn.Module):
         return ids, weights / weights.sum(-1, keepdim=True)
 
     def twin(self) -> nn.Module:
-        """The same model over the values that 4-bit weights stand for, in float64."""
+        """Make the same model with the values of the 4-bit weights, in float64."""
         twin = copy.deepcopy(self)
         with torch.no_grad():
             for name, weight in twin.named_parameters():

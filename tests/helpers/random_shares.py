@@ -1,7 +1,7 @@
-"""One of several processes that have shares of random experts, or of a sequence: `python random_shares.py
-FOLDER`.
+"""Runs as one of several processes that have parts of random experts, or of a sequence: `python
+random_shares.py FOLDER`.
 
-FOLDER gets `rank0.json`, ...: what became of each situation.
+`rank0.json`, ... in FOLDER get the outcome of each situation.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DRAWS = 12
 
 
 def whole(rng: random.Random) -> Any:
-    """Experts of random sizes, the same on all ranks."""
+    """Make experts of random sizes, the same on all ranks."""
     experts = rng.randint(1, 9)
     config = Qwen3MoeConfig(
         hidden_size=2 * rng.randint(16, 70), num_experts=experts,
@@ -52,7 +52,7 @@ def whole(rng: random.Random) -> Any:
 
 
 def divided(holder: Any, kind: str) -> Any:
-    """A copy of which each rank has a part, with a forward that adds up what they compute."""
+    """Make a copy of which each rank has a part. Its forward adds up the results of the ranks."""
     ranks, rank, mine = dist.get_world_size(), dist.get_rank(), copy.deepcopy(holder)
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep" if kind == "spread" else "tp",))
     rows = Shard(0) if kind == "spread" else _StridedShard(1, split_factor=2)
@@ -76,7 +76,7 @@ def divided(holder: Any, kind: str) -> Any:
 
 
 def expected(holder: Any, kind: str, format: str) -> str:
-    """Return some words of the error that must refuse it, or "" if nothing is wrong."""
+    """Return a part of the error that must be raised, or "" if nothing is wrong."""
     ranks, experts = dist.get_world_size(), holder.experts
     if kind == "spread":
         return f"{experts.num_experts} experts must be a multiple" if experts.num_experts % ranks else ""
@@ -108,11 +108,12 @@ def experts_of_random_sizes():
     return [what for what, right in told if not right] or "right"
 
 
-# --- a sequence of which each rank has a part, and attention sees all of it ---
+# --- a sequence of which each rank has a part, where attention sees the whole sequence ---
 
 
 def of_all(t: Tensor) -> Tensor:
-    """[B, heads, L, D] of all ranks. Dynamo of torch 2.11 gathers along the first dimension alone."""
+    """Gather [B, heads, L, D] of all ranks. Dynamo of torch 2.11 can gather only along the first
+    dimension."""
     whole = functional.all_gather_tensor(t.transpose(0, 2).contiguous(), 0, dist.group.WORLD)
     return whole.transpose(0, 2)
 

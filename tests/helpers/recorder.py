@@ -1,4 +1,5 @@
-"""A backend that records what it rewrote, and the arithmetic of twins. It needs only torch and fp4_ops."""
+"""Defines a backend that records its rewrites, and the arithmetic of twins. It needs only torch and
+fp4_ops."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ def fake_quantised(weight: torch.Tensor, format: str, transposed: bool = False) 
 
 
 def token_errors(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
-    """The relative error of the typical token (the median over all but the last dimension), and of the whole.
+    """Return the relative error of the typical token (the median over all but the last dimension), and of the
+    whole tensor.
 
-    A value halfway between two codes, or between the scores of two experts, goes either way. That moves a
-    token or two by much, and those that attend to them; what is wrong moves all of them.
+    Rounding may change a value halfway between two codes, or the choice between two experts with nearly equal
+    scores. This changes one or two tokens very much, and the tokens that attend to them. A real error changes
+    all tokens.
     """
     assert torch.isfinite(got).all() and got.shape == want.shape
     a, b = (t.double().flatten(0, -2) for t in (got, want))
@@ -34,9 +37,9 @@ def token_errors(got: torch.Tensor, want: torch.Tensor) -> tuple[float, float]:
 
 
 class Recorder:
-    """A backend that runs the rewritten graph without Inductor, and keeps what happened.
+    """A backend that runs the rewritten graph without Inductor, and records what was done.
 
-    run: in Inductor's place; by default the graph runs as it is.
+    run: a function in place of Inductor; by default the graph runs without changes.
     """
 
     sees_through_branches = True

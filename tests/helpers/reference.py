@@ -1,6 +1,6 @@
-"""Reference of every operator in float64 and plain torch, written from the definitions.
+"""Reference implementations of all operators in float64 and plain torch, written from the definitions.
 
-Uses nothing of fp4_ops, not even its tables, so that a wrong table fails a test.
+They use nothing of fp4_ops, not even its tables, so that a wrong table fails a test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INT4_FORMATS = ("int4", "int4_g64", "int4_g32")
 FORMATS = (*FP4_FORMATS, *INT4_FORMATS)
 BLOCK = dict(zip(FORMATS, (16, 32, 128, 64, 32)))
 KERNEL_FORMATS = (*FP4_FORMATS, "int4", "int4_g32")
-"""Enough to meet every kernel: int4's block of scales is a number to them."""
+"""Formats that together use every kernel. For the kernels, the block of int4 is only a number."""
 VALUES = dict.fromkeys(FP4_FORMATS, E2M1) | dict.fromkeys(INT4_FORMATS, INT4)
 SCALE_DTYPE = {
     "nvfp4": torch.float8_e4m3fn,
@@ -34,7 +34,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def blocks(x: Tensor, block: int) -> Tensor:
-    """[..., K] -> [..., ceil(K / block), block], padded with zeros."""
+    """Reshape [..., K] to [..., ceil(K / block), block], padded with zeros."""
     pad = ceil_div(x.shape[-1], block) * block - x.shape[-1]
     x = torch.nn.functional.pad(x, (0, pad))
     return x.unflatten(-1, (x.shape[-1] // block, block))
@@ -44,7 +44,7 @@ def blocks(x: Tensor, block: int) -> Tensor:
 
 
 def scale_values(scale: Tensor) -> Tensor:
-    """Block scales as float64; e4m3 and e8m0 bytes decoded bit by bit."""
+    """Convert block scales to float64. e4m3 and e8m0 bytes are decoded bit by bit."""
     if scale.dtype in (torch.bfloat16, torch.float32):
         return scale.to(F64)
     byte = scale.view(torch.uint8).to(torch.int64)
@@ -68,7 +68,7 @@ def pack_codes(codes: Tensor) -> Tensor:
 
 
 def dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, format: str) -> Tensor:
-    """Exact, in float64: code x block scale x global scale."""
+    """Compute code x block scale x global scale exactly, in float64."""
     codes = unpack_codes(packed.view(torch.uint8))
     value = VALUES[format].to(packed.device)[codes.long()]
     steps = scale_values(scale).repeat_interleave(BLOCK[format], -1)[..., : value.shape[-1]]
@@ -80,7 +80,7 @@ def dequantize(packed: Tensor, scale: Tensor, global_scale: Tensor | None, forma
 
 
 def fold_int4(packed: Tensor, scale: Tensor, format: str) -> Tensor:
-    """The weights that the Hopper kernel of int4 multiplies: e4m3(code x scale / c) x c, in float64.
+    """Return the weights that the Hopper kernel for int4 multiplies: e4m3(code x scale / c) x c, in float64.
 
     c is the least power of two for which 8 x the largest scale of the matrix / c is at most 448; 1 if all
     scales are 0.
@@ -94,7 +94,8 @@ def fold_int4(packed: Tensor, scale: Tensor, format: str) -> Tensor:
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
-    """Codes of the nearest e2m1, ties to the even code, saturating at 6; the sign of zero is kept."""
+    """Return the codes of the nearest e2m1 values. Ties go to the even code, values saturate at 6, and the
+    sign of zero is kept."""
     distance = (x.abs()[..., None].to(F64) - E2M1[:8].to(x.device)).abs()
     nearest = distance == distance.min(-1, keepdim=True).values
     even = torch.arange(8, device=x.device) % 2 == 0
@@ -103,17 +104,19 @@ def nearest_e2m1(x: Tensor) -> Tensor:
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """float32 -> nearest e4m3 (ties to even), saturating at 448."""
+    """Round float32 to the nearest e4m3 (ties to even), saturating at 448."""
     return x.clamp(max=448.0).to(torch.float8_e4m3fn)
 
 
 def over(x: Tensor, divisor: float) -> Tensor:
-    """x / divisor, rounded once: on a GPU, torch multiplies by the inverse of a Python number."""
+    """Return x / divisor, rounded once. If the divisor were a Python number, torch would multiply by its
+    inverse on a GPU."""
     return x / x.new_tensor(divisor)
 
 
 def quantize(x: Tensor, format: str, global_scale: Tensor | None = None):
-    """The definition, in float32 and in this order of operations, so that bits are comparable."""
+    """Quantise by the definition, in float32 and in this order of operations, so that bits can be
+    compared."""
     x = x.float()
     k, block = x.shape[-1], BLOCK[format]
     amax = blocks(x, block).abs().amax(-1)
@@ -145,7 +148,8 @@ def quantize(x: Tensor, format: str, global_scale: Tensor | None = None):
 
 
 def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """scale = amax / 127 for each block of 32, codes to nearest even; float32."""
+    """Quantise with scale = amax / 127 for each block of 32, and codes rounded to nearest even, in
+    float32."""
     x = x.float()
     b = blocks(x, 32)
     scale = over(b.abs().amax(-1), 127)
@@ -158,7 +162,7 @@ def dequantize_int8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """scale = amax / 448 for each row, codes to nearest even; float32."""
+    """Quantise with scale = amax / 448 for each row, and codes rounded to nearest even, in float32."""
     x = x.float()
     top = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
     scale = over(top, 448)
@@ -171,7 +175,8 @@ def dequantize_fp8(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def sm90_order(codes: Tensor) -> Tensor:
-    """Rows padded to a multiple of 128; element 16t + 8s + 4q + i of each 64 is at 32s + 16q + 4t + i."""
+    """Pad rows to a multiple of 128 and reorder them: element 16t + 8s + 4q + i of each 64 goes to 32s + 16q
+    + 4t + i."""
     kp = ceil_div(codes.shape[-1], 128) * 128
     out = codes.new_zeros((*codes.shape[:-1], kp))
     for k in range(codes.shape[-1]):
@@ -181,8 +186,9 @@ def sm90_order(codes: Tensor) -> Tensor:
 
 
 def half_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] as fp16 [M, Kp], element 16t + 4c + i of each 64 at 16c + 8 (i % 2) + 2t + i / 2; and the
-    powers of two [M] that take the largest values to 2^14 and above, below 2^15."""
+    """Return x [M, K] as fp16 [M, Kp], with element 16t + 4c + i of each 64 at 16c + 8 (i % 2) + 2t + i / 2.
+    Also return the powers of two [M] that scale the largest value of a row to at least 2^14 and below
+    2^15."""
     x = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % 128))
     amax = x.abs().amax(-1)
     exponent = torch.where(amax > 0, torch.frexp(amax).exponent, -126).clamp(min=15 - 126)
@@ -192,7 +198,7 @@ def half_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_rows(codes: Tensor) -> Tensor:
-    """`half_rows` back in the order of k."""
+    """Put the result of `half_rows` back into the order of k."""
     return codes.view(len(codes), -1, 4, 2, 4, 2).permute(0, 1, 4, 2, 5, 3).flatten(1)
 
 
@@ -206,13 +212,13 @@ GATES = (
 
 
 def rows_per_column(activation: str) -> int:
-    """Rows of the first weight for each column of the second."""
+    """Return the number of rows of the first weight for each column of the second."""
     return 1 if activation == "relu2" else 2
 
 
 @dataclass
 class Weight:
-    """A random packed weight and the exact values it stands for."""
+    """A random packed weight and its exact values."""
 
     format: str
     packed: Tensor
@@ -229,7 +235,7 @@ class Weight:
 
 
 def _scale(format: str, shape: tuple[int, ...], narrow: bool) -> Tensor:
-    """Block scales: ordinary ones, and now and then a tiny or zero one."""
+    """Return random block scales. Most have ordinary sizes; a few are tiny or zero."""
     ordinary = torch.rand(shape) < 0.9
     if format in INT4_FORMATS:
         scale = torch.where(ordinary, torch.rand(shape) * 0.01 + 1e-3, torch.rand(shape) * 1e-6)
@@ -245,9 +251,10 @@ def _scale(format: str, shape: tuple[int, ...], narrow: bool) -> Tensor:
 def random_weight(
     format: str, *shape: int, device: str = "cpu", layout: str = "plain", narrow: bool = False
 ) -> Weight:
-    """shape is logical: [..., N, K]. Every code, ordinary scales, and now and then a tiny or zero one.
+    """Make a random weight of the logical shape [..., N, K]. It has every code. Most scales have ordinary
+    sizes; a few are tiny or zero.
 
-    `narrow`: mxfp4 scales within 17 binades, which is what layouts sm90 and mma_bf16 hold.
+    `narrow`: mxfp4 scales lie within 17 binades, the range that layouts sm90 and mma_bf16 can hold.
     """
     *lead, n, k = shape
     packed = torch.randint(0, 256, (*lead, n, k // 2), dtype=torch.uint8)
@@ -263,7 +270,7 @@ def random_weight(
 
 @dataclass
 class Activations:
-    """Random activations of one kind as operands, and the exact values they stand for."""
+    """Random activations of one kind as operands, and their exact values."""
 
     data: Tensor
     scale: Tensor | None
@@ -275,7 +282,7 @@ class Activations:
         return {"a_format": self.a_format}
 
     def rows(self, index) -> Activations:
-        """Some of the rows of 2D activations."""
+        """Return some of the rows of 2D activations."""
         scale = None if self.scale is None else self.scale[index]
         factor = self.global_scale
         factor = factor[index] if factor is not None and factor.dim() else factor
@@ -328,7 +335,7 @@ def indexed_mm(a: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None = None) ->
 
 
 def m_indices(offs: Tensor, m: int) -> Tensor:
-    """The expert of each row, -1 past the end."""
+    """Return the expert of each row, or -1 for rows past the end."""
     out = torch.full((m,), -1, dtype=torch.int32, device=offs.device)
     start = 0
     for e, end in enumerate(offs.tolist()):
@@ -338,7 +345,7 @@ def m_indices(offs: Tensor, m: int) -> Tensor:
 
 
 def masked_indices(masked_m: Tensor, max_m: int) -> Tensor:
-    """[G, max_m]: the group of each row that counts, else -1."""
+    """Return [G, max_m]: the group of each valid row, else -1."""
     groups = torch.arange(len(masked_m), device=masked_m.device)[:, None]
     return torch.where(torch.arange(max_m, device=masked_m.device) < masked_m[:, None], groups, -1)
 
@@ -365,7 +372,8 @@ def activate(h: Tensor, activation: str) -> Tensor:
 
 
 def quantized(x: Tensor, a_format: str) -> Tensor:
-    """The values that activations stand for once quantised; FP4 takes each row as a matrix of its own."""
+    """Return the values of activations after quantisation. In FP4, each row is quantised as a matrix of its
+    own."""
     if a_format == "int8":
         return dequantize_int8(*quantize_int8(x))
     if a_format == "fp8":
@@ -380,9 +388,10 @@ def moe(
     x, ids, weights, w13, w2, w13_bias=None, w2_bias=None, *, activation="silu", a_format="none",
     between=None, gated=False,
 ) -> Tensor:  # fmt: skip
-    """out[t] = sum_j weights[t, j] * (w2[e] act(w13[e] x[t] + b13[e]) + b2[e]), e = ids[t, j].
+    """Compute out[t] = sum_j weights[t, j] * (w2[e] act(w13[e] x[t] + b13[e]) + b2[e]), e = ids[t, j].
 
-    between: the type in which the first product is stored, if that rounds it; gated: after the activation.
+    between: the dtype to which the first product is rounded, if any. gated: it is rounded after the
+    activation.
     """
     out = x.new_zeros(x.shape[0], w2.shape[1], dtype=F64)
     for j, h in enumerate(moe_hidden(x, ids, w13, w13_bias, activation, a_format, between, gated)):
@@ -407,8 +416,9 @@ def moe_hidden(
 def moe_between_codes(
     x, ids, weights, w13, w2, w13_bias=None, *, activation="silu", a_format="none", near=1e-5
 ) -> float:
-    """The norm of what `moe` can be off by where hidden values round either way: within `near` of the row's
-    largest, as float32 may have them, the codes change. One of them can be most of a small block's error."""
+    """Return the norm of the error of `moe` from hidden values that can be rounded to either of two codes.
+    These are values that are closer to a border than `near` times the row's largest value, the error of
+    float32. A single one can be the largest part of a small block's error."""
     if a_format == "none":
         return 0.0
     out = x.new_zeros(x.shape[0], w2.shape[1], dtype=F64)
@@ -422,13 +432,14 @@ def moe_between_codes(
 # --- comparison ---
 
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 1e-3}
-"""Largest relative error (norm over norm) that rounding the output once explains."""
+"""The largest relative error (norm over norm) that comes from rounding the output once."""
 STEP = {torch.float16: 2.0**-25}
-"""Largest absolute error of one element below the normal range, where that range matters."""
+"""The largest absolute error of one element below the normal range, for dtypes where this matters."""
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    """Norm over norm, of finite numbers. Of zeros, which a token has that no expert takes, 0 or infinite."""
+    """Return the relative error, norm over norm, of finite numbers. If `want` is zero, as for a token without
+    experts, the result is 0 or infinite."""
     assert torch.isfinite(got).all()
     error, norm = (got.to(F64) - want.to(F64)).norm().item(), want.to(F64).norm().item()
     return error / norm if norm else math.inf if error else 0.0
@@ -438,10 +449,11 @@ def assert_close(
     got: Tensor, want: Tensor, dtype: torch.dtype, k: int, factor: float = 1.0, typical: float = 0.0,
     more: float = 0.0,
 ) -> None:  # fmt: skip
-    """Norm over norm: 4e-3 for bf16, 1e-3 for f16, 2e-6 sqrt(K) for float32 output; and no NaN anywhere.
+    """Check the relative error, norm over norm: at most 4e-3 for bf16, 1e-3 for f16 and 2e-6 sqrt(K) for
+    float32 output. NaN is an error.
 
-    typical: the norm to be expected of such sums, where few of them may cancel out by chance. more: a norm
-    that the error may have beside.
+    typical: the expected norm of such sums, for few sums that may cancel out by chance. more: an additional
+    norm that the error may have.
     """
     assert got.dtype == dtype and got.shape == want.shape
     assert got.is_contiguous()
@@ -459,9 +471,9 @@ class ProductBounds:
 
     k: int
     norms: Tensor
-    """Expected norm of each row's sums."""
+    """The expected norm of each row's sums."""
     mass: Tensor
-    """Norm of each row's sums of the products' magnitudes."""
+    """The norm of each row's sums of the products' magnitudes."""
 
     @staticmethod
     def of(a: Tensor, w: Tensor, ids: Tensor | None = None) -> ProductBounds:
@@ -475,8 +487,9 @@ class ProductBounds:
         return ProductBounds(self.k, self.norms[index], self.mass[index])
 
     def assert_close(self, got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-        """`assert_close` as a whole; and row by row, so that one wrong row cannot hide: rounding of the
-        output plus that of the accumulation, which loses at most about 2^-23 sqrt(K) of the mass."""
+        """Check the whole result with `assert_close`, and also each row, so that a single wrong row is found.
+        A row may have the rounding error of the output, and that of the accumulation, which is at most about
+        2^-23 sqrt(K) of the mass."""
         live = (want != 0).any(-1)
         assert_close(got, want, dtype, self.k, typical=self.norms[live].norm().item())
         rounding = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-23}[dtype]

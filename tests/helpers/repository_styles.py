@@ -1,4 +1,4 @@
-"""Styles that public repositories have, small and in our own words: they join STYLES."""
+"""Adds small versions of the styles of public repositories to STYLES."""
 
 from __future__ import annotations
 
@@ -382,7 +382,7 @@ class OneVector(ListStyle):
         self.every = nn.Parameter(torch.randn(3 * self.E * self.H * self.I) / self.H**0.5)
 
     def parts(self, e: int) -> tuple[Tensor, Tensor, Tensor]:
-        """w1 and w3, [I, H], and w2, [H, I]."""
+        """Return w1 and w3 [I, H], and w2 [H, I]."""
         raise NotImplementedError
 
     def matrices(self, e: int) -> list[list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Runs a graph as Inductor would trace it again, without generating code."""
+"""Traces a graph again like Inductor, without generating code, and runs it."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ from torch._dynamo.backends.debugging import aot_eager_decomp_partition
 def retraced(
     gm: torch.fx.GraphModule, inputs: Sequence[Any], config_patches: Any = None
 ) -> Callable[..., Any]:
-    """AOTAutograd with Inductor's decompositions; the operators of the result run as they are."""
+    """Trace with AOTAutograd and Inductor's decompositions. The operators of the result run without
+    changes."""
     return aot_eager_decomp_partition(gm, inputs)

@@ -1,4 +1,4 @@
-"""Random good calls of every operator: what opcheck, the fakes and the bad-input tests start from."""
+"""Makes random valid calls of every operator, for opcheck and for the tests of fakes and of bad inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from reference import (
 from fp4_ops.meta.slot_checks import COUNTERS, slot_bytes
 
 HOPPER_FORMATS = {"sm90": FP4_FORMATS, "mma_bf16": FP4_FORMATS, "sm90_int4": INT4_FORMATS}
-"""The layouts of the Hopper kernels, and what they hold."""
+"""The layouts of the Hopper kernels, each with the formats that it can hold."""
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 A_FORMATS = ("none", "int8", "fp8", "nvfp4", "mxfp4")
@@ -30,7 +30,7 @@ WEIGHT_OPS = ("mm", "grouped_mm", "grouped_mm_masked", "indexed_mm", "moe")
 
 
 def sample(op: str, device: str = "cpu", rng: random.Random | None = None) -> tuple[tuple, dict]:
-    """(args, kwargs) of one good call with random shapes, dtypes and options."""
+    """Return (args, kwargs) of one valid call with random shapes, dtypes and options."""
     rng = rng or random.Random(int(torch.randint(0, 2**31, ())))
     return SAMPLES[op](rng, device)
 
@@ -44,7 +44,7 @@ def _layout(rng: random.Random, device: str) -> str:
 
 
 def _held(rng: random.Random, layout: str) -> str:
-    """A format that the layout holds."""
+    """Return a format that the layout can hold."""
     return rng.choice(HOPPER_FORMATS.get(layout, FORMATS))
 
 
@@ -151,7 +151,8 @@ ALIVE: list[object] = []
 
 
 def alone() -> str:
-    """The name of a group of this process alone. A test that ends its groups ends this one as well."""
+    """Return the name of a group that has only this process. A test that ends its groups ends this one,
+    too."""
     from torch._C._distributed_c10d import _register_process_group, _resolve_process_group
 
     with contextlib.suppress(RuntimeError, ValueError, KeyError):

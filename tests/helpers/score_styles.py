@@ -1,4 +1,4 @@
-"""More styles, which join STYLES: scores that choose experts by themselves, and counts that skip experts."""
+"""Adds more styles to STYLES: scores that choose experts without topk, and counts that skip experts."""
 
 from __future__ import annotations
 

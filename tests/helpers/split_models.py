@@ -1,7 +1,7 @@
-"""One of two processes that split, wrap and synchronise models: `python split_models.py FOLDER`.
+"""Runs as one of two processes that split, wrap and synchronise models: `python split_models.py FOLDER`.
 
-FOLDER has `bf16` and `4bit`, folders of one tiny model, and gets `rank0.json`: what became of each situation.
-Rank, number of processes and the port come from the environment, as torchrun sets them.
+FOLDER has `bf16` and `4bit`, folders of one tiny model. `rank0.json` in FOLDER gets the outcome of each
+situation. Rank, number of processes and the port come from the environment, as torchrun sets them.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ def the_backend_with_sharded_experts():
 
 
 class LocalExperts(nn.Module):
-    """Experts as in torchtitan: those of this process by `to_local()`, zero weights for other tokens, and an
-    all-reduce."""
+    """Experts like torchtitan's: the experts of this process by `to_local()`, zero weights for other tokens,
+    and an all-reduce."""
 
     def __init__(self, mesh: Any, also: bool = False):
         super().__init__()
@@ -223,8 +223,8 @@ class LocalExperts(nn.Module):
 
 @situation
 def the_backend_sees_through_to_local():
-    """[error against 4-bit experts, error after a weight changed, explain's sites that are rewritten, its
-    text]."""
+    """Returns [error against 4-bit experts, error after a weight changed, number of rewritten sites in
+    explain's report, its text]."""
     model = LocalExperts(init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
     twin, x = copy.deepcopy(model), torch.randn(6, 64)
     compiled = torch.compile(model, backend="fp4", options={"activation": "bf16"})

@@ -1,9 +1,10 @@
-"""One of several processes that call the operators over a group: `python spread_experts.py FOLDER [WAY]`.
+"""Runs as one of several processes that call the operators over a group: `python spread_experts.py FOLDER
+[WAY]`.
 
-WAY: gloo, on the CPU; nccl, each rank on a GPU; nvlink, the same with a workspace.
+WAY is gloo (on the CPU), nccl (each rank on a GPU), or nvlink (the same with a workspace).
 
-FOLDER gets `rank0.json`, ...: the outcome of each situation. All ranks draw the same weights and all ranks'
-tokens, and compare their own rows with float64 over exactly dequantised weights.
+`rank0.json`, ... in FOLDER get the outcome of each situation. Each rank draws the same weights and the tokens
+of all ranks. It compares its own rows with float64 over exactly dequantised weights.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
         assert got.isfinite().all() and got.shape == c.x[0].shape
 
     def activations_by_the_rows_of_all():
-        """`a_format="auto"` is decided by all experts and all ranks' rows, alike on all ranks."""
+        """`a_format="auto"` depends on all experts and the rows of all ranks, so all ranks make the same
+        choice."""
         asked, chosen = [], Local.chosen
         try:
             for tokens in ("own", "own", "padded", "same", "same"):
@@ -270,7 +272,7 @@ def group_calls(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
 
 
 def refusals(rng: random.Random, ranks: int, rank: int) -> dict[str, Any]:
-    """The error of each bad call, after which the group still works."""
+    """Returns the error of each bad call. The group must still work after it."""
     rng.seed(SEED)
     torch.manual_seed(SEED)
     c = Case(rng, ranks, rank, experts=2 * ranks, counts=[3] * ranks, dtype=torch.float32)

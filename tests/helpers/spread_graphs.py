@@ -1,7 +1,8 @@
-"""One of several processes, each with a GPU, that replay CUDA graphs: `python spread_graphs.py FOLDER`.
+"""Runs as one of several processes, each with a GPU, that replay CUDA graphs: `python spread_graphs.py
+FOLDER`.
 
-FOLDER gets `rank0.json`, ...: what became of each situation. Expected values are those of one process with
-all experts. FP4_REPLAYS: how many replays a graph has, of which few are compared.
+`rank0.json`, ... in FOLDER get the outcome of each situation. Expected values are those of one process with
+all experts. FP4_REPLAYS: the number of replays of a graph; a few of them are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MOST = 300
 
 
 class Block:
-    """The same weights on all ranks, of which each uses its own."""
+    """A block with the same weights on all ranks. Each rank uses its own experts."""
 
     def __init__(self, layout: str = "sm90", a_format: str = "none") -> None:
         torch.manual_seed(SEED)
@@ -98,7 +99,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def poison() -> None:
-    """Fill the buffer that other ranks write to, while nobody writes."""
+    """Fill the buffer to which other ranks write, at a time when no rank writes."""
     space = workspace.of(dist.group.WORLD.group_name)
     assert space is not None
     torch.cuda.synchronize()
@@ -124,7 +125,7 @@ def equal_on_all_ranks(t: torch.Tensor) -> None:
 
 
 def replayed(tokens: str, layout: str, a_format: str = "none") -> None:
-    """Graphs of several sizes in turn, on one workspace."""
+    """Replay graphs of several sizes in turn, on one workspace."""
     block, rank = Block(layout, a_format), dist.get_rank()
     same = tokens == "same"
     shared = torch.Generator(DEVICE)

@@ -1,9 +1,9 @@
-"""One of several processes that spread or split a prepared model's experts: `python spread_models.py FOLDER
-PATTERN FAMILY ...`.
+"""Runs as one of several processes that spread or split a prepared model's experts: `python spread_models.py
+FOLDER PATTERN FAMILY ...`.
 
-FOLDER has `bf16` and `4bit` of each family, and gets `rank0.json`, ...: what became of each situation whose
-name has PATTERN, as [error of the typical token against one process, error of all logits, bytes of 4-bit
-experts here, of them all].
+FOLDER has `bf16` and `4bit` of each family. `rank0.json`, ... in FOLDER get the outcome of each situation
+whose name contains PATTERN: [error of the typical token against one process, error of all logits, bytes of
+the 4-bit experts on this rank, bytes of all].
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ FAMILIES = sys.argv[3:]
 
 
 def exact(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Bound of an error that comes from the order of float32 sums. One or two tokens may have more."""
+    """Return whether an error can come from the order of float32 sums. One or two tokens may have larger
+    errors."""
     typical, whole = token_errors(got, want)
     return typical < 1e-5 and whole < 1e-3
 
@@ -52,7 +53,7 @@ def prepared(folder: str, **kwargs: Any) -> Any:
 
 
 def own_ids() -> torch.Tensor:
-    """This rank's tokens: other ones, and another number of them, than on the other ranks."""
+    """Return this rank's tokens. Other ranks have other tokens, and another number of them."""
     return torch.randint(
         0, 128, (1 + dist.get_rank(), 5), generator=torch.Generator().manual_seed(dist.get_rank())
     )
@@ -65,7 +66,7 @@ def own_ids() -> torch.Tensor:
 def a_group_of_ranks_with_own_tokens(family: str):
     model = load(f"{family}/bf16")
     report = fp4_ops.prepare(model, activation="bf16", ep_group=dist.group.WORLD)
-    assert report.division == ""  # nothing else serves tokens of their own
+    assert report.division == ""  # each rank has its own tokens
     assert all(m.part.kind == "spread" for m in recipes(model))
     return compared(model, prepared(f"{family}/bf16"), own_ids())
 
@@ -96,9 +97,7 @@ def recipes(model: nn.Module) -> list[Any]:
 def after(family: str, activation: str = "bf16", **sizes: Any) -> list[float]:
     model = split(f"{family}/bf16", **sizes)
     report = fp4_ops.prepare(model, activation=activation)
-    kind = next(
-        (r.part.kind for r in recipes(model) if r.part), None
-    )  # gpt_oss's plan splits attention alone
+    kind = next((r.part.kind for r in recipes(model) if r.part), None)  # gpt_oss's plan splits only attention
     assert kind is None or f"experts are {kind}; by an estimate" in str(report), report
     return compared(model, prepared(f"{family}/bf16", activation=activation))
 
@@ -110,7 +109,7 @@ def prepare_after_expert_parallelism(family: str):
 
 @situation
 def own_implementation_of_expert_parallelism(family: str):
-    """Before prepare as transformers' own, afterwards the operator."""
+    """Before prepare, transformers' own implementation runs; afterwards, the operator."""
     size = dist.get_world_size()
     model = split(f"{family}/bf16", tp_size=size, ep_size=size, ep_implementation="fp4")
     assert exact(logits(model), logits(load(f"{family}/bf16")))
@@ -196,7 +195,7 @@ def a_folder_with_tensor_parallelism(family: str):
 
 @situation
 def a_folder_with_tp_plan_auto(family: str):
-    """Activations by device: int8, in blocks that are others where columns are split."""
+    """Activations are chosen by device: int8 here. If columns are split, the blocks are different."""
     model, one = load(f"{family}/4bit", tp_plan="auto"), load(f"{family}/4bit")
     return compared(model, one)
 
@@ -260,7 +259,7 @@ def quantising_with_tensor_parallelism(family: str):
 
 
 def in_parts(folder: str) -> Any:
-    """A model whose experts are what 4 bits make of each process's columns, with scales of their own."""
+    """Make a model whose experts have the 4-bit values of each process's columns, with separate scales."""
     model, size = load(folder), dist.get_world_size()
     for experts in filter(is_experts, model.modules()):
         gate, up = (half.chunk(size, 1) for half in experts.gate_up_proj.data.chunk(2, 1))
@@ -272,7 +271,7 @@ def in_parts(folder: str) -> Any:
 
 
 def compiled(family: str, one: nn.Module, **sizes: Any) -> list[Any]:
-    """[errors against one process, fp4 operators in the graph, explain's text]."""
+    """Returns [errors against one process, fp4 operators in the graph, explain's text]."""
     model = split(f"{family}/bf16", tp_plan=WHOLE, **sizes)
     report = fp4_ops.explain(model, input_ids=IDS, use_cache=False)
     with torch.no_grad():
@@ -293,7 +292,7 @@ def backend_with_tensor_parallelism(family: str):
 
 
 class Workspace:
-    """Stands for memory that GPUs share: operators on the CPU do not ask for it."""
+    """Stands for memory that GPUs share. Operators on the CPU do not use it."""
 
     def __init__(self, most: int = 2**40) -> None:
         self.most = most
@@ -303,7 +302,8 @@ class Workspace:
 
 
 def summed(model: nn.Module) -> list[Any]:
-    """[whether sums by fp4::all_reduce change a bit, what explain says of them]; compiled before without."""
+    """Returns [whether sums by fp4::all_reduce change a bit, explain's text about them]. Before, the model is
+    compiled without them."""
     spaces, name = workspace._SPACES, dist.group.WORLD.group_name
     told = []
     for space in ({}, {name: Workspace()}):

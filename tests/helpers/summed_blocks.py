@@ -1,7 +1,9 @@
-"""One of several processes whose blocks end in a sum over them: `python summed_blocks.py FOLDER`.
+"""Runs as one of several processes whose blocks end in a sum over the processes: `python summed_blocks.py
+FOLDER`.
 
-FOLDER gets `rank0.json`, ...: of each way to write the sum [whether the graph with a workspace gives the bits
-of the one without, how many sums became fp4::all_reduce, whether the graph may run twice for one call].
+`rank0.json`, ... in FOLDER get, for each way to write the sum: [whether the graph with a workspace gives the
+same bits as the graph without, how many sums became fp4::all_reduce, whether the graph may run twice for one
+call].
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ EXPERTS, HIDDEN, INNER, TOP_K = 4, 64, 32, 2
 
 
 class Workspace:
-    """Stands for memory that GPUs share: operators on the CPU do not ask for it."""
+    """Stands for memory that GPUs share. Operators on the CPU do not use it."""
 
     def __init__(self, most: int = 2**40) -> None:
         self.most = most
@@ -41,7 +43,7 @@ class Workspace:
 
 
 class Block(nn.Module):
-    """This rank's experts on all tokens, and then `add`."""
+    """Runs this rank's experts on all tokens, and then `add`."""
 
     def __init__(self, add: Any) -> None:
         super().__init__()

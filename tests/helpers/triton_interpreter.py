@@ -1,4 +1,5 @@
-"""Triton's interpreter, which serves whole processes: tests that are marked `inside` run in one of their own.
+"""Runs tests in Triton's interpreter. It applies to a whole process, so tests that are marked `inside` run in
+a process of their own.
 
 `test_in_the_interpreter` in test_triton_interpret.py starts it by `run_inside`.
 """
@@ -23,7 +24,7 @@ if INSIDE:
     import numpy
     from triton.runtime import interpreter
 
-    # Whether integers overflow would be computed with each sum and product, and then not asserted.
+    # Otherwise each sum and product would check for integer overflow, without using the result.
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 

@@ -1,5 +1,5 @@
-"""GPUs that are not there, for Triton: kernels are compiled for them, launched as far as Triton itself checks
-a launch (shared memory, tensor memory), and never run. What operators return is whatever was in memory.
+"""Simulates GPUs for Triton that this machine does not have. Kernels are compiled for them, and Triton checks
+their launches (shared memory, tensor memory), but they never run. Operators return uninitialised memory.
 
     with gpu(86) as compiled:
         register.grouped_mm(...)   # on CPU tensors
@@ -34,18 +34,20 @@ BLOCK_MEMORY = {
     **{90: 232448, 100: 232448, 103: 232448},
     **{120: 101376, 121: 101376},
 }
-"""Bytes of shared memory that a thread block may have."""
+"""Bytes of shared memory that a thread block may use."""
 MULTIPROCESSORS = {80: 108, 86: 84, 89: 128, 90: 132, 100: 148, 103: 160, 120: 170, 121: 48}
 ARCHITECTURES = tuple(a for a in BLOCK_MEMORY if a != 103)
-"""Architectures for which the general product kernel is compiled. That of FP4 rows is for sm_103, too."""
+"""Architectures for which the general product kernel is compiled. The kernel for FP4 rows is also compiled
+for sm_103."""
 
 FAMILIES = ((80, 86, 89), (90,), (100,), (120, 121))
-"""Architectures for which Triton makes one PTX. What ptxas makes of it, and what it must fit in, differ."""
+"""Architectures for which Triton makes the same PTX. The result of ptxas, and the limits of resources,
+differ."""
 
 LARGE_STACK = 256
-"""Bytes a thread. The most that is known of a tile that may be chosen is 160, or 40 of 255 registers: some of
-256 x 64 and of 128 x 128 sums, with int4 or columns. Smaller tiles would read the weights more often. The
-rest is what another draw or another Triton may bring."""
+"""The largest allowed stack, in bytes per thread. Known tiles spill at most 160 bytes, which is 40 of 255
+registers: some tiles of 256 x 64 and of 128 x 128 sums, with int4 or columns. Smaller tiles would read the
+weights more often. The rest is a margin for other random tests and other versions of Triton."""
 
 
 def device(architecture: int, shared_memory: int | None = None) -> Device:
@@ -55,7 +57,7 @@ def device(architecture: int, shared_memory: int | None = None) -> Device:
     )  # fmt: skip
 
 
-# JITFunction keeps kernels by device: each of ours is a new one.
+# JITFunction caches kernels by device, so each of our devices has a new number.
 _devices = itertools.count(1000)
 
 
@@ -79,13 +81,13 @@ class Launched:
 @dataclass
 class Kernels:
     launched: list[Launched] = field(default_factory=list)
-    """In the order of their launches."""
+    """The launches, in order."""
     refuse: dict = field(default_factory=dict)
-    """Launches to fail although the kernel fits: tile -> the exception."""
+    """Launches that must fail although the kernel fits: maps a tile to the exception."""
 
 
 class Driver:
-    """Driver with what JITFunction and CompiledKernel need."""
+    """A driver with the functions that JITFunction and CompiledKernel need."""
 
     def __init__(self, architecture: int, kernels: Kernels):
         self.target = GPUTarget("cuda", architecture, 32)
@@ -106,7 +108,7 @@ class Driver:
         return 0
 
     def launcher_cls(self, source, metadata):
-        """Triton asks for this first and loads the binary then."""
+        """Return a launcher. Triton calls this before it loads the binary."""
         constants = {source.fn.arg_names[i]: value for (i, *_), value in source.constants.items()}
         launched = self.loading = Launched(metadata.name, metadata, constants)
 
@@ -124,7 +126,8 @@ class Driver:
 
 @contextlib.contextmanager
 def gpu(architecture: int, shared_memory: int | None = None):
-    """Kernels are for this architecture; tiles are chosen for `shared_memory` bytes (None: what it has)."""
+    """Compile kernels for this architecture. Tiles are chosen for `shared_memory` bytes (None: those of the
+    architecture)."""
     kernels = Kernels()
     before = driver._active
     known = dict(launch._fits)
@@ -169,7 +172,8 @@ def tool(name: str) -> Path | None:
 
 
 def stack(cubin: bytes, folder: Path) -> int:
-    """Bytes of stack a thread of the kernel takes: what the compiler could not keep in registers."""
+    """Return the bytes of stack of a thread of the kernel: the values that the compiler could not keep in
+    registers."""
     path = folder / "kernel.cubin"
     path.write_bytes(cubin)
     done = subprocess.run([tool("cuobjdump"), "-res-usage", path], capture_output=True, text=True, check=True)

@@ -16,17 +16,18 @@ import fp4_ops
 from fp4_ops.checkpoints.convert import quantize_checkpoint
 
 HEAD = 32
-"""The smallest head that vLLM's attention has on a CPU."""
+"""The smallest head size that vLLM's attention supports on a CPU."""
 YARN = {
     "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
     "truncate": False, "original_max_position_embeddings": 64,
 }  # fmt: skip
-"""Rotary positions of GPT-OSS, the only ones that vLLM takes for it."""
+"""Rotary positions of GPT-OSS. vLLM supports no others for it."""
 LAYERS = {"mixed": ("o_proj",), "linears": ("q_proj", "k_proj", "v_proj", "o_proj")}
 
 
 def model_of(family: str, inner: int = 96, **changes: Any) -> Any:
-    """A float32 model whose embeddings are of size one, so that prompts go on in different ways."""
+    """Make a float32 model whose embeddings have size one, so that different prompts have different
+    continuations."""
     if family == "glm4_moe":
         c = transformers.Glm4MoeConfig(
             vocab_size=128, hidden_size=128, num_hidden_layers=3, num_attention_heads=4,
@@ -61,13 +62,14 @@ def in_16_bits(path: Path, family: str = "qwen3_moe", **changes: Any) -> None:
 
 
 def quantised(path: Path, format: str, family: str = "qwen3_moe", **changes: Any) -> None:
-    """As `python -m fp4_ops quantize` writes it: compressed-tensors, or GPT-OSS's own."""
+    """Write a folder like `python -m fp4_ops quantize`: in compressed-tensors' dialect, or in GPT-OSS's
+    own."""
     in_16_bits(path.with_name(path.name + "_16"), family, **changes)
     quantize_checkpoint(path.with_name(path.name + "_16"), path, format, progress=False)
 
 
 def modelopt(path: Path) -> None:
-    """Experts in ModelOpt's NVFP4, whose gates and ups have global scales of their own."""
+    """Write experts in ModelOpt's NVFP4. Gates and ups have separate global scales."""
     ratio = {"gate": 1.0, "up": 0.5, "down": 1.0}
     write_folder(
         path,
@@ -78,7 +80,7 @@ def modelopt(path: Path) -> None:
 
 
 def linears(path: Path) -> None:
-    """Attention is in 4 bits, too: q, k and v with one global scale each, for one layer in vLLM."""
+    """Write attention in 4 bits, too. q, k and v have one global scale each, and are one layer in vLLM."""
     model = model_of("qwen3_moe")
     names = tuple(n for n, m in model.named_modules() if n.endswith(LAYERS["linears"]))
     write_folder(path, model, "nvfp4-pack-quantized", factors=lambda half, e: 2.0**-11, linears=names)
@@ -96,7 +98,7 @@ def distinct_scales(path: Path, names: tuple[str, ...]) -> None:
 
 
 def mixed(path: Path) -> None:
-    """Experts of layer 0 in nvfp4, those of layer 1 in bf16; o_proj in fp8; the rest in bf16."""
+    """Write the experts of layer 0 in nvfp4, o_proj in fp8, and the rest in bf16."""
     model = model_of("qwen3_moe")
     path.mkdir(exist_ok=True)
     model.config.save_pretrained(path)
@@ -116,7 +118,7 @@ def mixed(path: Path) -> None:
 
 
 def gptq(path: Path) -> None:
-    """GPTQ's int4 in groups of 32, symmetric, in order."""
+    """Write GPTQ's int4 in groups of 32, symmetric and in order."""
     model = model_of("qwen3_moe")
     path.mkdir(exist_ok=True)
     model.config.save_pretrained(path)
@@ -150,13 +152,13 @@ FOLDERS: dict[str, Callable[[Path], None]] = {
     "shared": lambda path: quantised(path, "nvfp4", "glm4_moe"),
     "gpt_oss_bf16": lambda path: in_16_bits(path, "gpt_oss"),
 }
-"""Folders by name; the first five are served."""
+"""Functions that write folders, by name. The first five folders are served."""
 ONLINE = ("bf16", "gpt_oss_bf16")
 """Folders that need `--quantization fp4_ops`."""
 
 
 def reference(name: str, path: Path) -> Any:
-    """The model in transformers, with the same packed weights."""
+    """Load the model in transformers, with the same packed weights."""
     if name not in ONLINE:
         return fp4_ops.load_checkpoint(None, path, dtype=torch.float32)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -167,7 +169,7 @@ def reference(name: str, path: Path) -> Any:
 def answer(model: Any, prompt: list[int], new: int) -> list[int]:
     options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False}
     ids = torch.tensor([prompt])
-    # A mask: without one, `generate` hides a padding token in a prompt.
+    # Pass a mask, because without one `generate` hides a padding token in a prompt.
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), eos_token_id=None, pad_token_id=0, **options
     )

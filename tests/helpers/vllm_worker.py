@@ -1,9 +1,11 @@
-"""Runs in vLLM's environment: answers prompts from several folders, or says why an engine does not start.
+"""Runs in vLLM's environment. Answers prompts with the models of several folders, or says why an engine does
+not start.
 
     python vllm_worker.py CASES.json RESULTS.jsonl
 
 A case: {"name", "folder", "prompts", "new", "options"}. A result: {"name", "tokens"} or {"name", "error"}.
-With "new" 0, the engine pools: "tokens" are then the prompts' embeddings. The folder must have a tokenizer.
+With "new" 0, the engine computes embeddings: "tokens" are then the prompts' embeddings. The folder must have
+a tokenizer.
 """
 
 import gc

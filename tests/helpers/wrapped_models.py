@@ -1,7 +1,8 @@
-"""One of several processes that wrap, save and load models with 4-bit experts: `wrapped_models.py FOLDER`.
+"""Runs as one of several processes that wrap, save and load models with 4-bit experts: `wrapped_models.py
+FOLDER`.
 
-FOLDER gets `rank0.json`, ...: what became of each situation, or of those whose names have the second
-argument. All processes make the same models, and compare with one process's.
+`rank0.json`, ... in FOLDER get the outcome of each situation, or of those whose names contain the second
+argument. All processes make the same models, and compare results with those of one process.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ from fp4_ops.experts.packed import PackedWeight
 
 PATTERN = sys.argv[2] if len(sys.argv) > 2 else ""
 FAMILY = "gpt_oss"
-"""Whose experts have biases: parameters that are other ones on each process."""
+"""A family whose experts have biases, which are different parameters on each process."""
 
 
 def prepared(seed: int = 0, family: str = FAMILY, **kwargs: Any) -> Any:
-    """The same on all processes; other weights for each seed."""
+    """Make a model that is the same on all processes. Each seed gives other weights."""
     torch.manual_seed(seed)
     model = build(family, torch.float32, "eager")
     fp4_ops.prepare(model, activation="bf16", **kwargs)
@@ -68,7 +69,7 @@ def error(model: nn.Module, seed: int = 0, family: str = FAMILY) -> float:
 
 
 class Outer(nn.Module):
-    """A module around a model, as training scripts have one."""
+    """A module around a model, as in training scripts."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ def only_head_is_trained(model: nn.Module) -> nn.Module:
     return model
 
 
-# --- experts that are spread: what a process holds is its own ---
+# --- experts that are spread: each process holds its own ---
 
 
 @situation
@@ -93,7 +94,8 @@ def spread_in_ddp():
 
 
 def alone(model: Any) -> Any:
-    """The first experts module by itself, which is an error on rank 1: rank 0 must not wait for it."""
+    """Call the first experts module by itself. This is an error on rank 1, and rank 0 must not wait for rank
+    1."""
     experts = next(m for m in model.modules() if hasattr(m, "_fp4_recipe"))
     if dist.get_rank() == 0:
         return [m.check_owner() for m in experts.modules() if isinstance(m, PackedWeight)] and "right"
@@ -134,7 +136,7 @@ def own_state_dict():
 
 @situation
 def state_dict_of_rank_0():
-    """As where rank 0 alone saves a file, and all read it."""
+    """Only rank 0 saves a file, and all ranks read it."""
     model = spread(seed=1)
     states = [spread().state_dict() if dist.get_rank() == 0 else spread() and None]
     dist.broadcast_object_list(states, 0)
@@ -183,7 +185,7 @@ def spread_over_more_ranks_than_experts():
 
 @situation
 def models_over_several_groups():
-    """In one process: all ranks, each alone, all of them once more; called in turn."""
+    """Models over three groups, called in turn: all ranks, each rank alone, and all ranks again."""
     ranks, alone = dist.get_world_size(), None
     for rank in range(ranks):
         group = dist.new_group([rank])
@@ -196,7 +198,7 @@ def models_over_several_groups():
 
 @situation
 def mesh_of_replicas_and_experts():
-    """Half of the ranks for the experts of each replica; with two ranks, a replica a rank."""
+    """Half of the ranks hold the experts of each replica. With two ranks, each rank is a replica."""
     size = max(dist.get_world_size() // 2, 1)
     shape = (dist.get_world_size() // size, size)
     if dist.get_world_size() % size:
@@ -208,7 +210,7 @@ def mesh_of_replicas_and_experts():
 
 
 class Stage(nn.Module):
-    """One layer's experts block with what is added to it, as a stage of a pipeline."""
+    """One layer's experts block with its residual, as a stage of a pipeline."""
 
     def __init__(self, model: Any, layer: int) -> None:
         super().__init__()
@@ -221,7 +223,7 @@ class Stage(nn.Module):
 
 @situation
 def stages_of_a_pipeline():
-    """torch's own schedule: rank 0 has the first layer's experts, rank 1 the second's."""
+    """With torch's own schedule, rank 0 has the first layer's experts, and rank 1 the second layer's."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     pair = dist.new_group([0, 1])
@@ -252,7 +254,7 @@ def sharded(seed: int = 0, trainable: bool = False, **options: Any) -> Any:
 
 
 def held_share(model: nn.Module) -> float:
-    """Return the share of the packed bytes that is here between calls."""
+    """Return the share of the packed bytes that this process holds between calls."""
     whole = here = 0
     for weight in (m for m in model.modules() if isinstance(m, PackedWeight)):
         for p in weight.parameters():
@@ -263,7 +265,7 @@ def held_share(model: nn.Module) -> float:
 
 @situation
 def fsdp_around_packed_parameters():
-    """[error, share of the bytes before and after, error where activations are cast]."""
+    """Returns [error, share of the bytes before and after, error if activations are cast]."""
     model = sharded()
     before = held_share(model)
     wrong = error(model, family="qwen3_moe")
@@ -289,7 +291,8 @@ def fsdp_with_gradients_to_what_goes_in():
 
 @situation
 def fsdp_state_dicts():
-    """[full ones into a whole model, full ones into shards, distributed checkpoints]."""
+    """Returns the results for [full state dicts into a whole model, full ones into shards, distributed
+    checkpoints]."""
     model, options = sharded(), StateDictOptions(full_state_dict=True)
     full = copy.deepcopy(get_model_state_dict(model, options=options))
     whole, other, third = prepared(1, "qwen3_moe"), sharded(1), sharded(2)

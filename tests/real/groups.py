@@ -1,7 +1,8 @@
-"""Other people's code, as data: which packages are installed together, and what of them is run.
+"""Describes other people's code as data: which packages are installed together, and which of their modules
+run.
 
-A file of packages/ is a group: a folder of its own (installs.py), first on the path of a process of its own.
-To add a case, write a function in such a file that builds the module:
+A file of packages/ is a group. It has its own folder (installs.py), and its own process, in which this folder
+comes first on the path. To add a case, write a function in such a file that builds the module:
 
     @GROUP.case("mixture-of-experts", "MoE")
     def moe():
@@ -38,22 +39,22 @@ class Case:
     package: str
     what: str
     make: Callable[[], Any]
-    """Builds the module. All of its weights are drawn anew afterwards."""
+    """Builds the module. Afterwards all of its weights are replaced by random ones."""
     takes: str | Callable[[int, int], Any] = "hidden"
     """Its input: "hidden" [B, T, H], "rows" [B * T, H], "ids" [B, T]; or a function of B and T."""
     experts: str = r"expert"
-    """Which parameters are experts' matrices, by a pattern of their names; k is their last dimension."""
+    """A pattern for the names of experts' matrices. Their last dimension is k."""
     but: str = r"shared|router|expert_gate"
-    """Which of those are not."""
+    """A pattern for names among those that are not experts' matrices."""
     transposed: str = r"^$"
-    """Pattern of weights whose last dimension but one is the input."""
+    """A pattern for weights whose second to last dimension is the input."""
     std: float = 0.25
     tolerance: float = 1e-4
-    """How far from the twin the results may be."""
+    """The largest allowed difference between the results and the twin's."""
     becomes: tuple[str, ...] = ("fp4::moe",)
-    """Exactly which operators the experts become; none where the code stays as it is."""
+    """The operators that the experts become. Empty if the code stays as it is."""
     because: str = ""
-    """A part of the true reason, which must be told, why it stays as it is."""
+    """A part of the reason why the code stays as it is. The report must contain it."""
     sizes: tuple[tuple[int, int], ...] = ((2, 9), (3, 5), (4, 11))
     """B and T of each call."""
 
@@ -81,7 +82,7 @@ class Group:
 
 
 def alone(path: str) -> ModuleType:
-    """A package's file without the package, which imports what the file does not need."""
+    """Imports a file of a package without the package, whose own imports the file does not need."""
     file = next(Path(p) / path for p in sys.path if (Path(p) / path).exists())
     return _module(f"alone_{file.stem}", file)
 
@@ -130,7 +131,7 @@ def result(group: Group, case: Case, chosen: tuple[str, ...] = ()) -> dict[str, 
 
 
 def table() -> Iterator[str]:
-    """The lines of docs/support.md: what there is in all, then a row for each case."""
+    """Yields the lines of docs/support.md: a summary, then a row for each case."""
     rows: list[str] = []
     counts: Counter[str] = Counter()
     packages: set[str] = set()

@@ -25,7 +25,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "use_mamba_kernels": False,
     },
     "jetmoe": {"kv_channels": 16},
-    # transformers 4.51 makes a cache of its own within the model, which Dynamo traces for no backend.
+    # transformers 4.51 creates a cache inside the model. Dynamo cannot trace this with any backend.
     "llama4_text": {"interleave_moe_layer_step": 1, "no_rope_layers": [1, 1], "use_cache": False},
     "longcat_flash": {
         "zero_expert_num": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_layers": 2,
@@ -51,7 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 class _Logits(nn.Module):
-    """A model as a function of token ids alone."""
+    """A model as a function of only token ids."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ _TRANSPOSED = {
 def add(group: Group, *families: str, **how: Any) -> None:
     for family in families:
         settings = {"experts": _EXPERTS, "but": r"shared|bias", "takes": "ids", **how}
-        if family == "jetmoe":  # whose attention has experts, too: single products, which stay as they are
+        if family == "jetmoe":  # its attention has experts, too: single products, which stay as they are
             settings["but"] = "self_attention|bias"
         if family in _TRANSPOSED:
             settings["transposed"] = _TRANSPOSED[family]

@@ -1,4 +1,4 @@
-"""Other people's packages, installed as they are and run under backend="fp4": `make test-real`."""
+"""Runs other people's unmodified packages under backend="fp4": `make test-real`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_real(group: Group, case: Case, request: pytest.FixtureRequest) -> None:
     assert "raised" not in found, (found["raised"], found["log"][-3000:])
     assert not found["failed"], found["failed"]
     assert set(found["ops"]) == set(case.becomes), found
-    assert found["far"] > 5 * max(case.tolerance, 2e-3), found  # experts matter, so that errors can show
+    assert found["far"] > 5 * max(case.tolerance, 2e-3), found  # errors would be visible
     if case.becomes:
         assert found["error"] < case.tolerance, found
         assert not found["reasons"], found

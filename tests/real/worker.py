@@ -2,8 +2,8 @@
 
 A case's module is compiled with the passes of backend="fp4" and compared with its twin, the same module over
 `quantize(w).dequantize()` of its experts' weights, for several sizes of the batch and lengths in turn. In a
-test one case in RETRACED, others each time, is traced again with Inductor's decompositions. The others run as
-rewritten.
+test, one of RETRACED cases, others each time, is traced again with Inductor's decompositions. The other cases
+run the rewritten graph directly.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from recorder import Recorder, fake_quantised, relative_error
 from retraced import retraced
 from torch import nn
 
-FORMAT = "mxfp4"  # gate and up may be quantised apart: there is no scale in common
+FORMAT = "mxfp4"  # gate and up can be quantised separately: they share no scale
 VOCABULARY = 128
 RETRACED = 4
-"""One case in so many is traced again."""
+"""One case in this number of cases is traced again."""
 
 
 def is_drawn(case: Case) -> bool:
@@ -38,7 +38,8 @@ def is_drawn(case: Case) -> bool:
 
 
 def again(graph: torch.fx.GraphModule, inputs: Any, config_patches: Any = None) -> Any:
-    """Traces a graph again, unless it draws numbers: Inductor's operators draw others than torch."""
+    """Traces a graph again, unless it draws random numbers: Inductor's operators draw other numbers than
+    torch."""
     draws = torch.Tag.nondeterministic_seeded
     if any(draws in getattr(node.target, "tags", ()) for node in graph.graph.nodes):
         return graph
@@ -46,7 +47,8 @@ def again(graph: torch.fx.GraphModule, inputs: Any, config_patches: Any = None) 
 
 
 def randomise(module: nn.Module, std: float) -> None:
-    """Weights large enough that experts matter beside the residual stream; biases too, often zeros."""
+    """Gives a module random weights that are large enough for experts to have influence beside the residual
+    stream. Biases, which are often zeros, become random, too."""
     with torch.no_grad():
         for name, p in module.named_parameters():
             if p.dim() >= 2:
@@ -81,7 +83,7 @@ def inputs(case: Case, b: int, t: int) -> Any:
 
 
 def first(out: Any) -> torch.Tensor:
-    """The first tensor of what a module returns."""
+    """Returns the first tensor of a module's result."""
     while not isinstance(out, torch.Tensor):
         out = out["logits"] if isinstance(out, dict) and "logits" in out else next(iter(_parts(out)))
     return out.float()
@@ -94,7 +96,7 @@ def _parts(out: Any) -> Any:
 
 
 def called(module: Any, x: Any) -> torch.Tensor:
-    torch.manual_seed(1)  # whatever a module draws, its twin draws, too
+    torch.manual_seed(1)  # a module and its twin draw the same numbers
     return first(module(*x) if isinstance(x, tuple) else module(**x) if isinstance(x, dict) else module(x))
 
 

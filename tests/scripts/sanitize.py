@@ -1,12 +1,13 @@
-"""A small sweep of every Hopper kernel, for compute-sanitizer; not collected by pytest.
+"""Runs every Hopper kernel on a few sizes, for compute-sanitizer. pytest does not collect this file.
 
     compute-sanitizer --tool memcheck python tests/scripts/sanitize.py
     python tests/scripts/sanitize.py --build build/every_lane.so
     compute-sanitizer --tool racecheck python tests/scripts/sanitize.py --kernels build/every_lane.so
 
-racecheck credits an mbarrier's arrival with the accesses of the lane that arrives alone, not with those that
-__syncwarp orders before it, and so reports each place where one lane arrives for its warp. --build makes
-kernels in which every lane does (csrc/device/warp.cuh); under the sanitizer, nvcc would not end.
+When a lane arrives at an mbarrier, racecheck counts only the accesses of this lane, and not those of other
+lanes that __syncwarp orders before. So it reports each place where one lane arrives for its warp. --build
+makes kernels in which every lane arrives (csrc/device/warp.cuh). This is a separate step, because nvcc would
+not end under the sanitizer.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ def blocks() -> None:
 
 
 def candidates() -> None:
-    """Every candidate of prefill, also those that are chosen for larger sizes only; then with so many steps
-    of K that blocks share tiles."""
+    """Runs every candidate of prefill, also those that are chosen only for larger sizes. Then runs them with
+    so many steps of K that blocks share tiles."""
     for groups, n, k in ((3, 384, 640), (3, 128, 7168)):
         candidates_of(groups, n, k)
 
@@ -116,7 +117,7 @@ def candidates_of(groups: int, n: int, k: int) -> None:
 
 
 def claimed() -> None:
-    """Tiles that multiprocessors claim: many, so of random bytes."""
+    """Runs tiles that multiprocessors claim. There must be many tiles, so the weights are random bytes."""
     sms = library.multiprocessors(0)
     groups, n, k, m = 4, 128 * sms, 2048, 60
     codes = torch.randint(0, 256, (groups, n, k // 2), dtype=torch.uint8, device="cuda")
@@ -138,13 +139,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--build", type=Path, help="compile such kernels, and run none")
+    parser.add_argument("--build", type=Path, help="compile such kernels, and run nothing")
     parser.add_argument("--kernels", type=Path, help="run these, not the package's")
     args = parser.parse_args()
     if args.build:
         return build(args.build)
     if args.kernels:
-        library.FILE = str(args.kernels.absolute())  # which takes the place of the package's folder, too
+        library.FILE = str(args.kernels.absolute())  # replaces the path in the package's folder
         library.library.cache_clear()
     for kernel in ("decode", "gemv", "prefill"):
         with native.only(kernel):

@@ -1,4 +1,5 @@
-"""Run by `make wheel` in a new environment: the installed wheel computes, and its backend is found."""
+"""Checks that the installed wheel computes and that torch finds its backend. `make wheel` runs it in a new
+environment."""
 
 import torch
 

@@ -1,7 +1,9 @@
-"""The tools that write 4-bit folders, as data: what each is asked to write, and what must come of reading it.
+"""Describes the tools that write 4-bit folders as data: what each tool must write, and the expected result of
+reading it.
 
-A file of makers/ is a tool: its packages are in a folder of their own (installs.py), first on the path of a
-process of its own, which writes all of its folders (writer.py). To add a scheme, add a line to its SCHEMES.
+A file of makers/ is a tool. Its packages are in their own folder (installs.py). The tool has its own process,
+in which this folder comes first on the path and which writes all of its folders (writer.py). To add a scheme,
+add a line to its SCHEMES.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from places import HELPERS
 
 HERE = Path(__file__).resolve().parent
 ALL = os.environ.get("FP4_TOOLS") == "all"
-"""Every family of every scheme, instead of those that are drawn."""
+"""True to run every family of every scheme, instead of random ones."""
 
 
 @dataclass(frozen=True)
 class Scheme:
     """One way that a tool quantises.
 
-    families: that it is tried on. draw: how many of them a run takes, at random; None: all.
-    refused: a regular expression for why `load_checkpoint` refuses the folders; empty: it reads them.
-    requantize: what it reads them with where they are refused otherwise.
-    but: families whose folders are refused although others' are read, and why, as a regular expression.
-    rounded: gate's and up's global scales may differ, so that folding them may round a block scale.
-    far: how far from the original a matrix may be, its norm taken for 1. Another expert's is at 1.4.
+    families: the families on which it is tried. draw: how many of them a run takes, at random; None: all.
+    refused: a regular expression for the reason why `load_checkpoint` refuses the folders; empty if it reads
+    them. requantize: the format with which it reads folders that are refused otherwise. but: families whose
+    folders are refused although others are read, each with a regular expression for the reason. rounded: the
+    global scales of gate and up may differ, so that folding them may round a block scale. far: the largest
+    distance of a matrix from the original, relative to its norm. The distance to another expert is 1.4.
     """
 
     families: tuple[str, ...]
@@ -57,16 +59,18 @@ class Scheme:
 @dataclass(frozen=True)
 class Tool:
     name: str
-    """As people call it."""
+    """The usual name of the tool."""
     requirements: tuple[str, ...]
-    """The tool itself first."""
+    """Its packages, beginning with the tool itself."""
     schemes: dict[str, Scheme]
     write: Callable[[Any, str, Path, Path], None]
-    """A model, the name of a scheme, the folder of the model in bf16, and the folder to write."""
+    """Writes a folder. Its arguments are a model, the name of a scheme, the folder of the model in bf16, and
+    the folder to write."""
     draw: int | None = None
-    """How many of all cases a run takes, at random, of a tool that takes long; None: all."""
+    """How many of its cases a run takes, at random, for a tool that is slow. None: all."""
     second_opinion: Callable[[dict[str, Any], Path], dict[str, Any]] | None = None
-    """The tensors of a folder and the folder: values by the tool's own code, by weight."""
+    """Computes the values of the weights with the tool's own code, given the tensors of a folder and the
+    folder."""
 
     @property
     def version(self) -> str:
@@ -119,7 +123,7 @@ class CannotWrite(Exception):
 
 @functools.cache
 def _written(maker: str, seed: int) -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[str, Any]]]:
-    """The folders of one tool, all written by one process, and what it says about each."""
+    """Returns the folders of one tool, all written by one process, and its outcome for each."""
     tool = load(maker)
     packages = installs.installed(f"tool_{maker}", tool.requirements)
     where = tempfile.TemporaryDirectory(prefix=f"fp4_tools_{maker}_")
@@ -137,7 +141,7 @@ def _written(maker: str, seed: int) -> tuple[tempfile.TemporaryDirectory[str], d
 
 
 def written(case: Case, seed: int) -> tuple[Path, float]:
-    """The folder that has `original` and `folder` in it, and the seconds that writing took.
+    """Returns the folder that contains `original` and `folder`, and the seconds that the tool took.
 
     Raises installs.CannotInstall, and CannotWrite.
     """

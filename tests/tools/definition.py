@@ -1,7 +1,7 @@
 """Decodes the weights of a folder in float64, from the formats' own definitions.
 
-It shares nothing with fp4_ops.checkpoints: neither names nor arithmetic. It goes by the dtypes and the names
-of the tensors; where these leave two formats open (gptq and awq, int4 and int8 in bytes), by the config.
+It shares neither names nor arithmetic with fp4_ops.checkpoints. The dtypes and the names of the tensors
+decide the format. If two formats are possible (gptq and awq, int4 and int8 in bytes), the config decides.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from torch import Tensor
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 AWQ = [0, 4, 1, 5, 2, 6, 3, 7]
-"""Which of a word's nibbles is column 0, 1, ..."""
+"""The nibble of a word that holds column 0, 1, ..."""
 
 Values = dict[str, Tensor]
 
 
 def e2m1(packed: Tensor) -> Tensor:
-    """[..., K/2] bytes, the lower k in the low nibble."""
+    """Decodes bytes [..., K/2]. The lower k is in the low nibble."""
     raw = packed.view(torch.uint8)
     codes = torch.stack([raw & 15, raw >> 4], -1).flatten(-2).long()
     return torch.where(codes >= 8, -E2M1[codes & 7], E2M1[codes & 7])
 
 
 def scaled(codes: Tensor, scale: Tensor) -> Tensor:
-    """codes [N, K], scale: one number, one a row, or [rows of blocks, columns of blocks]."""
+    """Multiplies codes [N, K] by their scale: one number, one for each row, or [rows of blocks, columns of
+    blocks]."""
     n, k = codes.shape
     if scale.numel() == 1:
         return codes * scale.reshape(())
@@ -46,7 +47,8 @@ def e8m0(raw: Tensor) -> Tensor:
 
 
 def nibbles(words: Tensor, along: int) -> Tensor:
-    """int32 words of eight codes along a dimension, the first in the lowest bits: 0 to 15."""
+    """Unpacks int32 words of eight codes, 0 to 15, along a dimension. The first code is in the lowest
+    bits."""
     shifts = torch.arange(0, 32, 4)
     codes = (words.transpose(along, -1).unsqueeze(-1) >> shifts) & 15
     return codes.flatten(-2).transpose(along, -1).double()
@@ -65,7 +67,7 @@ class Folder:
         config: dict[str, Any] = json.loads((path / "config.json").read_text())
         self.config: dict[str, Any] = config.get("quantization_config") or {}
         self.of4: Values = {}
-        """Weights in 4 bits [N, K] by name; an expert of a stack has its number behind a #."""
+        """Weights in 4 bits [N, K] by name. The name of an expert in a stack ends in # and its number."""
         self.of8: Values = {}
         for name in self.tensors:
             self._read(name)
@@ -123,7 +125,7 @@ class Folder:
             column = torch.arange(codes.shape[0]) // -(-codes.shape[0] // scales.shape[0])
             return ((codes - zero[column]) * scales[column]).T
         codes, zero = nibbles(words, 0), nibbles(zeros, 1)
-        if self.config.get("checkpoint_format", "gptq") != "gptq_v2":  # which keeps zero points less one
+        if self.config.get("checkpoint_format", "gptq") != "gptq_v2":  # others store zeros minus one
             zero = (zero + 1) % 16
         index = self.get(base + ".g_idx")
         group = -(-codes.shape[0] // scales.shape[0])

@@ -1,8 +1,8 @@
-"""Whether a loaded model holds what a tool's folder says, and holds it in the right places.
+"""Checks that a loaded model has the weights of a tool's folder, in the right places.
 
-By content, not by names: each weight of the folder must be one of the model's of its shape, to the last bits
-of a float32, and each of the model's one of the folder's. That it is in the right place, the original model
-tells, which a weight in 4 bits is near, and no other is.
+The check compares contents, not names. Each weight of the folder must be equal to a weight of the model with
+the same shape, up to the last bits of a float32, and the reverse. To check that a weight is in the right
+place, it is compared with the original model: only the right weight is close to its 4-bit values.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.tensor import FP4Tensor
 
 EXACT = 2.5e-7
-"""Relative: a reciprocal and a product, each rounded to float32."""
+"""The largest relative error of a reciprocal and a product that are rounded to float32."""
 
 
 def parts_of(model: nn.Module, split: bool = True) -> Values:
-    """A model's weights that experts and linear layers have, matrix by matrix [N, K]: of each expert its
-    gate, its up and its down. split: False leaves gate and up in one."""
+    """Returns the weights of a model's experts and linear layers as matrices [N, K]. Each expert has its
+    gate, its up and its down. split: False leaves gate and up in one matrix."""
     found: Values = {}
     forms = _forms(model)
     for name, value in _weights(model).items():
@@ -60,7 +60,7 @@ def _forms(model: nn.Module) -> dict[str, _Form]:
 
 
 def _weights(model: nn.Module) -> Values:
-    """[N, K] or [E, N, K], by name."""
+    """Returns weights [N, K] or [E, N, K] by name."""
     forms, found = _forms(model), {}
     for name, module in model.named_modules():
         if isinstance(module, PackedWeight):
@@ -75,7 +75,7 @@ def _weights(model: nn.Module) -> Values:
 
 
 def check(model: Any, original: nn.Module, path: Path, far: float = 0.25, requantized: bool = False) -> int:
-    """Asserts all of it; the number of matrices in 4 bits."""
+    """Asserts all of this. Returns the number of matrices in 4 bits."""
     folder = Folder(path)
     report = model.hf_quantizer.report
     assert report.experts, "the tool left the experts as they were"
@@ -91,7 +91,7 @@ def check(model: Any, original: nn.Module, path: Path, far: float = 0.25, requan
             error = (value.double() - want).norm() / want.norm()
             assert 0 < error < far, (name, error.item())
         else:
-            # Some tools write float16, but leave what the model keeps in float32.
+            # Some tools write float16, but keep float32 for weights that the model keeps in float32.
             kept = torch.equal(value.double(), want) or torch.equal(
                 value.double(), want.to(model.dtype).double()
             )
@@ -118,7 +118,7 @@ def check(model: Any, original: nn.Module, path: Path, far: float = 0.25, requan
 
 
 def _same_contents(stored: Values, held: Values, rounded: bool) -> None:
-    """Each of the one is one of the other. rounded: up to what a fold may change."""
+    """Asserts that each weight of one is in the other. rounded: up to the change that a fold may make."""
     by_shape: dict[tuple[int, ...], tuple[list[str], list[str]]] = {}
     for i, values in enumerate((stored, held)):
         for name, value in values.items():

@@ -1,7 +1,7 @@
 """Prints the table of docs/checkpoints.md, from folders that the tools write while it runs: FP4_TOOLS=all
 OMP_NUM_THREADS=1 python tests/tools/table.py [MAKER ...]
 
-Each row is a tool and a scheme, with the families whose folders were read and what became of them.
+Each row is a tool and a scheme, with the families whose folders were read and the outcome.
 """
 
 from __future__ import annotations

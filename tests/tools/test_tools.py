@@ -1,7 +1,7 @@
-"""Folders that the tools themselves write, read: `make test-tools`.
+"""Reads folders that the tools themselves write: `make test-tools`.
 
-Each tool is installed from PyPI into a folder of its own and run in a process of its own, on tiny random
-models. Which families the slower schemes are tried on is drawn; FP4_TOOLS=all takes them all.
+Each tool is installed from PyPI into its own folder and runs in its own process, on tiny random models. The
+families for the slower schemes are chosen at random; FP4_TOOLS=all takes all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ IDS = torch.randint(0, 128, (1, 5), generator=torch.Generator().manual_seed(1))
 
 
 def read(case: Case) -> str:
-    """What became of a folder: "exact", "folded", "refused", or "refused, or quantised anew"."""
+    """Returns the outcome for a folder: "exact", "folded", "refused", or "refused, or quantised anew"."""
     where, _ = cases.written(case, SEED)
     scheme = cases.load(case.maker).schemes[case.scheme]
     folder, options = where / "folder", {}

@@ -1,7 +1,7 @@
-"""Writes a tool's folders, and a line of JSON for each in OUT/results.jsonl: python -m writer MAKER OUT
+"""Writes a tool's folders, and a line of JSON for each to OUT/results.jsonl: python -m writer MAKER OUT
 
-OUT/cases.json lists schemes and families. A case's folder gets `original`, a tiny random model in bf16,
-`folder`, what the tool made of it, and, where the tool can read its own, `second_opinion.safetensors`.
+OUT/cases.json lists schemes and families. A case's folder gets `original`, a tiny random model in bf16;
+`folder`, the tool's result; and `second_opinion.safetensors`, if the tool can read its own folder.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(maker: str, out: str) -> None:
             result["raised"] = f"{type(error).__name__}: {str(error)[:300]}"
             print(f"== {case}", file=sys.stderr)
             traceback.print_exc(file=sys.stderr)
-        with open(Path(out) / "results.jsonl", "a") as results:  # tools print what they like
+        with open(Path(out) / "results.jsonl", "a") as results:  # tools print to stdout, too
             results.write(json.dumps(result | {"seconds": round(time.time() - began, 2)}) + "\n")
 
 

@@ -7,7 +7,7 @@ GROUP = Group(("mistral-inference==1.6.0", "simple-parsing==0.1.9", "docstring-p
 
 
 class FeedForward(nn.Module):
-    """mistral-inference's own is in a file that imports xformers."""
+    """A copy of mistral-inference's class, whose file imports xformers."""
 
     def __init__(self, bias: bool = False) -> None:
         super().__init__()

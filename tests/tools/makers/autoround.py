@@ -19,7 +19,7 @@ SOME = (
 )
 
 NVFP4 = tuple(family for family in SOME if family != "ernie4_5_moe")
-"""Whose experts it calibrates with some tokens each."""
+"""Families in which it calibrates each expert with some tokens."""
 
 SCHEMES = {
     "W4A16, groups of 32:auto_gptq": Scheme(SOME, draw=1),
@@ -35,7 +35,7 @@ SCHEMES = {
 
 
 class _Tokenizer:
-    """AutoRound asks that there be one; the text for calibration is numbers already."""
+    """AutoRound needs a tokenizer object, although the calibration text already consists of token ids."""
 
     def save_pretrained(self, *_: Any, **__: Any) -> None:
         pass

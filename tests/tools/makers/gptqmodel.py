@@ -21,7 +21,7 @@ SCHEMES = {
 
 
 def write(model: Any, scheme: str, source: Path, out: Path) -> None:
-    # Its pool of threads must have two where there is one core.
+    # Its thread pool needs two threads, even with one core.
     os.environ["GPTQMODEL_CPU_WORKERS"] = "2"
     from gptqmodel import GPTQModel, QuantizeConfig
     from tokenizers import Tokenizer

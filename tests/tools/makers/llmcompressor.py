@@ -100,7 +100,7 @@ def write(model: Any, scheme: str, source: Path, out: Path) -> None:
 
 
 def second_opinion(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
-    """By compressed-tensors, where all weights are stored in one way."""
+    """Decodes weights with compressed-tensors, if all weights are stored in one way."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 

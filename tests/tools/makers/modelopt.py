@@ -1,4 +1,4 @@
-"""NVIDIA's ModelOpt. Its experts are those of transformers, taken out of their stacks when it exports."""
+"""NVIDIA's ModelOpt. It quantises transformers' experts, and splits their stacks when it exports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SOME = (
 ALONG_N = tuple((family, "blocks along N") for family in ("gpt_oss", "llama4_text"))
 """ModelOpt leaves these families' experts [E, K, N] as they are, and their blocks then lie along N."""
 LONG_K = tuple(family for family in SOME if family != "deepseek_v3")
-"""Whose sizes 32 divides."""
+"""Families whose sizes are multiples of 32."""
 
 CONFIGS = {
     "NVFP4": "NVFP4_DEFAULT_CFG",
