@@ -31,11 +31,10 @@ SOURCES := $(shell find csrc -type f) setup.py pyproject.toml
 .PHONY: demo demo-full test test-more test-all test-real test-tools test-vllm test-archs test-archs-all test-kernels test-hopper test-sanitized test-aarch64 dev lint docs wheel wheels bench clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/built
-	$(BIN)/python examples/demo.py
-
-demo-full: $(VENV)/built
-	$(BIN)/python examples/demo.py --full
+# pip, which uses one processor, installs what the demo needs while the compiler builds.
+demo demo-full:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/built $(VENV)/models
+	$(BIN)/python examples/demo.py $(if $(filter demo-full,$@),--full)
 
 # One in how many of these tests is run, others each time: make test-more DRAW=2
 DRAW := 1
@@ -104,7 +103,7 @@ test-aarch64: $(VENV)/tests $(VENV)/auditwheel
 	else $(BIN)/python release/wheels.py --machine aarch64 && \
 	FP4_EMULATED_DRAW=$(DRAW) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m aarch64 tests/kernels_cpu/test_aarch64.py; fi
 
-bench: $(VENV)/built
+bench: $(VENV)/built $(VENV)/models
 	$(PIP) install -q -c constraints.txt '.[bench]' --no-build-isolation
 	$(BIN)/python benchmarks/cpu_vs_ggml.py
 
@@ -118,7 +117,12 @@ $(VENV)/deps: pyproject.toml constraints.txt
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
 	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --system-site-packages $(VENV); \
 	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear $(VENV); $(PIP) install -q --no-compile '$(TORCH)'; fi
-	$(PIP) install -q --no-compile -c constraints.txt 'setuptools>=77' wheel ninja numpy transformers
+	$(PIP) install -q --no-compile -c constraints.txt 'setuptools>=77' wheel ninja numpy
+	@touch $@
+
+$(VENV)/models: $(VENV)/deps
+	@echo "== installing transformers"
+	$(PIP) install -q --no-compile -c constraints.txt transformers
 	@touch $@
 
 $(VENV)/built: $(VENV)/deps $(SOURCES)
@@ -127,7 +131,7 @@ $(VENV)/built: $(VENV)/deps $(SOURCES)
 	@touch $@
 
 # The packages that tests run, which no user needs.
-$(VENV)/tests: $(VENV)/built
+$(VENV)/tests: $(VENV)/built $(VENV)/models
 	@echo "== installing what the tests need"
 	$(PIP) install -q -c constraints.txt expecttest pytest pytest-xdist compressed-tensors torchao accelerate peft cmake fastapi uvicorn openai pybind11
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q '$(TRITON)'
@@ -138,7 +142,7 @@ $(VENV)/dev: $(VENV)/tests release/dev_module.py
 	$(BIN)/python release/dev_module.py
 	@touch $@
 
-$(VENV)/linters: $(VENV)/deps
+$(VENV)/linters: $(VENV)/models
 	$(PIP) install -q -c constraints.txt ruff mypy clang-format
 	@touch $@
 

@@ -1,6 +1,6 @@
 """`python -m fp4_ops selftest`: compares every operator on this machine with float64, and times a few.
 
-oracle.py computes the exact results. The bounds are those of docs/operators.md.
+oracle.py computes the exact results. docs/operators.md describes the bounds (Accuracy).
 """
 
 from __future__ import annotations

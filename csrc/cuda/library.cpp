@@ -90,15 +90,14 @@ Kernels load(const std::string& path) {
   find(k.side_fork, "fp4_kernel_side_fork");
   find(k.side_join, "fp4_kernel_side_join");
   find(k.dequantize, "fp4_kernel_dequantize");
-  // Only some families have these.
-  const auto look_for = [&]<class F>(F& to, const char* name) {
-    to = reinterpret_cast<F>(dlsym(library, name));
-  };
-  look_for(k.linears, "fp4_kernel_linears");
-  look_for(k.attention, "fp4_kernel_attention");
-  look_for(k.top_experts, "fp4_kernel_top_experts");
-  look_for(k.update_cache, "fp4_kernel_update_cache");
-  look_for(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");
+  if (KernelFamily(k.family()) == KernelFamily::kHopper) {
+    find(k.linears, "fp4_kernel_linears");
+    find(k.attention, "fp4_kernel_attention");
+    find(k.top_experts, "fp4_kernel_top_experts");
+    find(k.update_cache, "fp4_kernel_update_cache");
+  } else {
+    find(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");
+  }
   return k;
 }
 

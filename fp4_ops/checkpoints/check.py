@@ -18,11 +18,14 @@ from .folder import Folder
 Header = tuple[str, torch.dtype, tuple[int, ...]]
 
 
-def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable[Dialect]) -> None:
+def check_loadable(
+    folder: Folder, outputs: Iterable[Header], dialects: Iterable[Dialect], *, runs: bool = False
+) -> None:
     """Raises CheckpointError unless `load_checkpoint` finds a place for every 4-bit weight of `outputs`.
 
     folder: the source. The result gets its config. If transformers cannot build a model from it, nothing is
     checked, and a warning says so.
+    runs: whether the model of the config will run, so that it needs all of its weights.
     """
     try:
         model = _on_meta(folder)
@@ -49,7 +52,7 @@ def check_loadable(folder: Folder, outputs: Iterable[Header], dialects: Iterable
             )
         inside = {name: w for name, w in weights.items() if name not in set(outside)}
         placement = place(model, inside, tensors.values())
-        _check_others(folder, tensors, weights, {*where.values(), *placement.dense})
+        _check_others(folder, tensors, weights, {*where.values(), *placement.dense}, runs)
     except CheckpointError as error:
         is_of_the_files = any(advice in str(error) for advice in (OTHER_MODEL, INCOMPLETE, PREFIXED))
         if is_of_the_files:
@@ -67,6 +70,7 @@ def _check_others(
     tensors: dict[str, TensorInfo],
     weights: dict[str, StoredWeight],
     filled: set[str],
+    runs: bool,
 ) -> None:
     """Raises CheckpointError for weights of the model that no tensor of the result fills, or that a tensor of
     another shape fills.
@@ -76,7 +80,7 @@ def _check_others(
     transformers compares them with its model, on the meta device, because only transformers knows which
     weights may be missing. If this fails, nothing is checked, and a warning says so. If the config names no
     class of transformers, the model may be of another class than the compared one, so there is only a
-    warning.
+    warning unless the model `runs`.
     """
     from transformers import AutoConfig
 
@@ -109,6 +113,11 @@ def _check_others(
         return
     if named is not None:
         raise CheckpointError(f"{wrong}. {advice}")
+    if runs:
+        raise CheckpointError(
+            f"{wrong}, if it is a {cls.__name__}. The config names no class that transformers has, and "
+            f"calibration runs the model. {advice}; or use method 'search', which needs no calibration"
+        )
     _warn(
         f"{wrong}, if it is a {cls.__name__}. The config names no class that transformers has. If the model "
         "is of another class, give load_checkpoint a model of that class (model_or_config)"

@@ -12,7 +12,7 @@ from ..meta.formats import FORMATS
 from ..models.outside_experts import KEEP, KINDS
 from ..quantization import METHODS
 from ..quantization.text import add_calibration_arguments, read_windows
-from .convert import quantize_checkpoint
+from .convert import CONTINUES, quantize_checkpoint
 from .folder import Folder
 
 _LAYERS = {
@@ -60,10 +60,9 @@ def _quantize(args: argparse.Namespace) -> None:
     except ValueError as error:
         sys.exit(str(error))
     except OSError as error:
-        sys.exit(
-            f"fp4: {error.filename or args.out}: {error.strerror or error}. Once this is fixed, the same "
-            "command continues with the first file that is not done"
-        )
+        # A copy names its source and its result.
+        files = " -> ".join(str(file) for file in (error.filename, error.filename2) if file) or args.out
+        sys.exit(f"fp4: {files}: {error.strerror or error}. {CONTINUES}")
     print(report)
     print(
         f"Load it with fp4_ops.load_checkpoint(None, {str(args.out)!r}). Measure it with "

@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 IN_FLIGHT = 64 << 20
 """The largest number of bytes that are read ahead of the quantiser, and also that wait to be written."""
 
+CONTINUES = "Once this is fixed, the same command or call continues with the first file that is not done"
+"""Advice after an error of the disk."""
+
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Endings of files that hold weights or list them. These are not copied."""
 
@@ -129,8 +132,8 @@ def quantize_checkpoint(
     without its experts, the experts of one decoder layer, the moments of their inputs (float32 [E, K, K] for
     gptq), and the outputs of a layer for all tokens. The layers' codes wait in files beside the result.
 
-    Raises CheckpointError, naming file and tensor, if something cannot be read or quantised. `out` then has
-    no config.json.
+    Raises CheckpointError, naming file and tensor, if something cannot be read or quantised, and OSError,
+    naming the file, if the disk is full. `out` then has no config.json.
     """
     if format not in FORMATS:
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
@@ -140,7 +143,7 @@ def quantize_checkpoint(
     folder, to = Folder(source), Path(out)
     plan = Plan(folder, format, kinds)
     outputs = (output for file in folder.files for unit in plan.units(file) for output in unit.outputs)
-    check_loadable(folder, outputs, dialects_of(plan.stored))
+    check_loadable(folder, outputs, dialects_of(plan.stored), runs=calibration is not None)
     resumable = Progress(folder, to, format, method, calibration, batch, kinds)
     layers = None
     if calibration is not None:
@@ -148,11 +151,28 @@ def quantize_checkpoint(
 
         text = Text(calibration, batch)
         layers = CalibratedLayers(folder, plan.weights, to, format, chosen, text, device, plan.eight)
+    try:
+        return _convert(plan, to, resumable, chosen, device, layers, progress)
+    except OSError as error:
+        error.add_note(f"fp4: {CONTINUES}")
+        raise
+
+
+def _convert(
+    plan: Plan,
+    to: Path,
+    resumable: Progress,
+    method: Method,
+    device: torch.device,
+    layers: CalibratedLayers | None,
+    progress: bool,
+) -> ConvertReport:
+    folder = plan.folder
     resumable.begin()
     total = sum(t.nbytes for t in folder.tensors.values())
     with progress_bar(total, "quantizing", progress) as bar:
         for files in _ready(plan, layers, progress):
-            with _Pipeline(chosen, device, layers, plan.eight) as pipeline:
+            with _Pipeline(method, device, layers, plan.eight) as pipeline:
                 for file in files:
                     if resumable.is_done(file):
                         bar.update(sum(t.nbytes for t in folder.of_file(file)))

@@ -84,7 +84,7 @@ class Sink:
     def finish(self) -> None:
         """Writes the rest. When this returns, everything is on the disk."""
         self._put()
-        with _naming(self._file):
+        with naming(self._file):
             os.ftruncate(self._fd, self._size)  # the last block was written with padding
             os.fsync(self._fd)
         self.close()
@@ -96,7 +96,7 @@ class Sink:
 
     def _put(self) -> None:
         whole = memoryview(self._stage)[: -(-self._used // BLOCK) * BLOCK]
-        with _naming(self._file):
+        with naming(self._file):
             while whole:
                 try:
                     done = os.write(self._fd, whole)
@@ -119,7 +119,7 @@ class Sink:
 
 
 @contextmanager
-def _naming(file: Path) -> Iterator[None]:
+def naming(file: Path) -> Iterator[None]:
     """Gives OSErrors of calls on a descriptor the name of its file."""
     try:
         yield

@@ -330,10 +330,11 @@ def _why_no_json(error: ValueError) -> str:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file completely or not at all."""
+    """Writes a JSON file completely or not at all. Its OSErrors name the file."""
     partial = file.with_name(file.name + ".partial")
-    with partial.open("w") as f:
-        f.write(json.dumps(value, indent=2) + "\n")
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, file)
+    with direct.naming(partial):
+        with partial.open("w") as f:
+            f.write(json.dumps(value, indent=2) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(partial, file)

@@ -50,7 +50,7 @@ class Progress:
                 )
             self.files = list(state.get("done", ()))
             self._check_done()
-        elif to.exists() and any(to.iterdir()):
+        elif to.exists() and any(file.name != f"{PROGRESS}.partial" for file in to.iterdir()):
             there = (
                 ". It has a config.json: a run into it has finished, or it is another model. "
                 "fp4_ops.load_checkpoint loads a result"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import cuda_errors
+from ..runtime.libraries import REBUILD, function_of
 
 FILE = "_nvlink.so"
 MOST_RANKS, SLOTS, MOST_TOP_K = 16, 2048, 32
@@ -84,10 +85,13 @@ def library() -> ctypes.CDLL | None:
         return None
     loaded = ctypes.CDLL(str(path))
     for name, params in zip(KINDS, STRUCTURES[1:]):
-        getattr(loaded, f"fp4_nvlink_{name}").argtypes = [ctypes.POINTER(params), POINTER]
+        function_of(loaded, f"fp4_nvlink_{name}").argtypes = [ctypes.POINTER(params), POINTER]
+    size_of = function_of(loaded, "fp4_nvlink_sizes")
     for i, structure in enumerate(STRUCTURES):
-        if loaded.fp4_nvlink_sizes(i) != ctypes.sizeof(structure):
-            raise RuntimeError(f"fp4: {path} and fp4_ops come from different builds; build fp4_ops again")
+        if size_of(i) != ctypes.sizeof(structure):
+            raise ImportError(
+                f"fp4_ops: {path} and this Python package come from different builds. {REBUILD}"
+            )
     return loaded
 
 

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
+
+REBUILD = (
+    "Rebuild both: pip install --no-build-isolation -e ., with FP4_CUDA_ARCHS=all where GPUs are elsewhere."
+)
 
 
 def libraries() -> list[Path]:
@@ -12,3 +18,14 @@ def libraries() -> list[Path]:
 
 def library_path() -> Path | None:
     return next(iter(libraries()), None)
+
+
+def function_of(library: ctypes.CDLL, name: str) -> Any:
+    """Returns a function of a library. Raises ImportError if the library, of another build, lacks it."""
+    try:
+        return getattr(library, name)
+    except AttributeError:
+        raise ImportError(
+            f"fp4_ops: {library._name} has no {name}: it and this Python package come from different builds. "
+            f"{REBUILD}"
+        ) from None

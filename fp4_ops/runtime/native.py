@@ -18,12 +18,9 @@ from typing import NamedTuple
 import torch
 
 from .fitted import Values, families, flat, groups, unflat
+from .libraries import REBUILD, function_of
 
 FILE = "_C_cuda.so"
-REBUILD = (
-    "Rebuild both: pip install --no-build-isolation -e ., with FP4_CUDA_ARCHS=all where GPUs are elsewhere."
-)
-
 KERNELS = ("w4a8", "half", "bf16")
 """Names of `Kernel` in csrc/cuda/choice.h: fp8 rows; 16-bit rows with layout sm90; 16-bit rows with mma_bf16.
 """
@@ -85,12 +82,7 @@ def library() -> ctypes.CDLL | None:
         ("work", [pointer, number, pointer, pointer, pointer], number),
         ("takes_few", [*[number] * 7, text, ctypes.c_bool, number, number], number),
     ):
-        try:
-            function = getattr(loaded, f"fp4_cuda_{name}")
-        except AttributeError:
-            raise ImportError(
-                f"fp4_ops: {found.name} and this Python package come from different builds. {REBUILD}"
-            ) from None
+        function = function_of(loaded, f"fp4_cuda_{name}")
         function.argtypes, function.restype = arguments, result
         if result is number:
             function.errcheck = functools.partial(_raise, loaded)

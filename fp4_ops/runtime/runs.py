@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .libraries import library_path
+from .libraries import function_of, library_path
 
 RUN = 64
 """Bytes of one run: a CPU's cache line, or two sectors of a GPU's."""
@@ -39,15 +39,12 @@ class Comparison(Protocol):
 @functools.cache
 def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library_path()))
-    if not hasattr(loaded, "fp4_await"):
-        raise ImportError(
-            f"fp4_ops: {loaded._name} is older than the Python files beside it. "
-            "Build it again: pip install --no-build-isolation -e ."
-        )
     pointer, count = ctypes.c_void_p, ctypes.c_int64
-    loaded.fp4_runs_read.argtypes = [pointer, pointer, count, pointer]
-    loaded.fp4_runs_read.restype = None
-    loaded.fp4_runs_differ.argtypes = [pointer, pointer, count, pointer]
-    loaded.fp4_await.argtypes = [pointer, count, count]
-    loaded.fp4_await.restype = count
+    for name, arguments, result in (
+        ("fp4_runs_read", [pointer, pointer, count, pointer], None),
+        ("fp4_runs_differ", [pointer, pointer, count, pointer], ctypes.c_int),
+        ("fp4_await", [pointer, count, count], count),
+    ):
+        function = function_of(loaded, name)
+        function.argtypes, function.restype = arguments, result
     return loaded

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 import fp4_ops
 from fp4_ops.__main__ import main
 from fp4_ops.checkpoints import CheckpointError, quantize_checkpoint
+from fp4_ops.checkpoints.dense import DenseModel
 from fp4_ops.checkpoints.hf import FP4Config
 from fp4_ops.integrations.transformers import quantizer as hf
 from fp4_ops.tensor import FP4Tensor
@@ -460,6 +461,53 @@ def test_a_full_disk_is_one_line_and_the_run_continues(nbytes, little_space, tmp
     main(["quantize", str(source), "-o", str(out)])
     for file in (tmp_path / "want").iterdir():
         assert file.read_bytes() == (out / file.name).read_bytes(), file.name
+
+
+@pytest.mark.parametrize("full", ["json", "copy", "spool"])
+def test_a_full_disk_names_the_file_and_the_call_continues(full, little_space, tmp_path, capsys):
+    """Whatever is written: the progress, files beside the weights, layers that were calibrated."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    tiny().save_pretrained(source)
+    (source / "tokenizer.json").write_bytes(os.urandom(3_000_000))  # more than any file of the result
+    text = torch.randint(32, (2, 16)) if full == "spool" else None
+    how = dict(method="gptq" if full == "spool" else "rtn", calibration=text, progress=False)
+    most, file = {
+        "json": (20, r"\.fp4_quantize\.json"),
+        "copy": (1_000_000, r"source/tokenizer\.json.*out/tokenizer\.json"),
+        "spool": (2000, r"layer-00000\.safetensors"),
+    }[full]
+    little_space(most)
+    with pytest.raises(OSError, match=rf"{os.strerror(errno.EFBIG)}.*{file}") as stopped:
+        quantize_checkpoint(source, out, **how)
+    assert "the same command or call continues" in stopped.value.__notes__[0]
+    if full == "copy":
+        with pytest.raises(SystemExit, match=rf"^fp4: \S*{file}: .*continues with the first file"):
+            main(["quantize", str(source), "-o", str(out)])
+    little_space(None)
+    quantize_checkpoint(source, out, **how)
+    assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    fp4_ops.load_checkpoint(None, out)
+
+
+@pytest.mark.parametrize("lacking", ["lm_head.weight", "model.layers.0.input_layernorm.weight"])
+def test_calibration_needs_all_weights_before_it_runs(lacking, tmp_path, monkeypatch):
+    """The config's class is another package's, so only calibration says which model will run."""
+    source, out = tmp_path / "source", tmp_path / "out"
+    tiny().save_pretrained(source)
+    tensors = load_file(source / "model.safetensors")
+    del tensors[lacking]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text()) | {"architectures": ["TheirMoeForCausalLM"]}
+    (source / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(DenseModel, "__init__", None)  # what builds the model
+    words = rf"has no values for {lacking}, .* calibration runs the model\..*'search'"
+    with pytest.raises(CheckpointError, match=words):
+        quantize_checkpoint(
+            source, out, method="gptq", calibration=torch.randint(32, (2, 16)), progress=False
+        )
+    assert not out.exists()
+    with pytest.warns(UserWarning, match=f"has no values for {lacking}"):
+        quantize_checkpoint(source, out, method="search", progress=False)
 
 
 def test_a_file_of_the_result_that_is_gone_is_made_again(tmp_path, monkeypatch):

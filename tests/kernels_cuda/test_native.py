@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
 import random
 import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import processes
 import pytest
@@ -18,6 +20,7 @@ from places import ROOT
 
 from fp4_ops.backends import operators
 from fp4_ops.backends.launchers import library
+from fp4_ops.distributed import nvlink
 from fp4_ops.distributed.local import Local
 from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import FORMATS
@@ -153,6 +156,52 @@ def test_kernels_of_no_build_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match=r"kernels do not load: .*none\.so.* FP4_CUDA_ARCHS"):
         native.use_kernels(str(tmp_path / "none.so"))
     assert takes_few()
+
+
+NAMES = re.findall(r'find\(k\.\w+, "(fp4_kernel_\w+)"', (ROOT / "csrc/cuda/library.cpp").read_text())
+ONLY = {
+    90: ["linears", "attention", "top_experts", "update_cache"],
+    80: ["prefill_most_shared"],
+}
+"""What only kernels of one family have."""
+
+
+def kernels_without(lacking: str, family: int, folder: Path) -> str:
+    """Makes a library of kernels that do nothing, and lacks one."""
+    others = {f"fp4_kernel_{name}" for f in ONLY if f != family for name in ONLY[f]} | {lacking}
+    names = [name for name in NAMES if name not in others and name != "fp4_kernel_family"]
+    text = "".join(f"int {name}() {{ return 1; }}\n" for name in names)
+    source, made = folder / f"{lacking}.c", folder / f"{lacking}_{family}.so"
+    source.write_text(f"{text}int fp4_kernel_family() {{ return {family}; }}\n")
+    subprocess.run([os.environ.get("CC", "gcc"), "-shared", "-fPIC", source, "-o", made], check=True)
+    return str(made)
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CC", "gcc")) is None, reason="needs a C compiler")
+@pytest.mark.parametrize("family", ONLY)
+def test_kernels_of_an_older_build_are_refused(family, tmp_path):
+    """A function that they lack was a null pointer, which the first call of its operator called."""
+    assert {f"fp4_kernel_{name}" for names in ONLY.values() for name in names} < set(NAMES)
+    for name in ["place", *ONLY[family]]:
+        made = kernels_without(f"fp4_kernel_{name}", family, tmp_path)
+        with pytest.raises(RuntimeError, match=rf"{made} has no fp4_kernel_{name};.* Rebuild both: pip"):
+            native.use_kernels(made)
+    assert takes_few()
+
+
+def test_pythons_part_refuses_libraries_of_another_build(monkeypatch, tmp_path):
+    source, made = tmp_path / "none.c", tmp_path / "none.so"
+    source.write_text("int nothing;\n")
+    subprocess.run([os.environ.get("CC", "gcc"), "-shared", "-fPIC", source, "-o", made], check=True)
+    monkeypatch.setattr(library, "FILE", str(made))
+    monkeypatch.setattr(native, "used", {})
+    monkeypatch.setattr(nvlink, "FILE", str(made))
+    for load, name in (
+        (library.library.__wrapped__, "fp4_kernel_decode"),
+        (nvlink.library.__wrapped__, "fp4_nvlink_gather"),
+    ):
+        with pytest.raises(ImportError, match=rf"{made} has no {name}: .*different builds\. Rebuild both"):
+            load()
 
 
 THROWS = {

@@ -14,6 +14,7 @@ import torch
 from ...meta.formats import Activation
 from ...runtime import cuda_errors, native
 from ...runtime.fitted import families
+from ...runtime.libraries import function_of
 
 FILE = "_sm90.so"
 
@@ -54,7 +55,7 @@ def library(family: int = native.HOPPER) -> ctypes.CDLL | None:
         return None
     loaded = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
-        getattr(loaded, name).argtypes = arguments
+        function_of(loaded, name).argtypes = arguments
     return loaded
 
 
