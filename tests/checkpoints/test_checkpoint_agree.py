@@ -1,7 +1,7 @@
-"""Each kind of folder, through everything that reads one: they agree on what its weights are.
+"""All readers of a folder agree on the values of its weights, for each kind of folder.
 
-load_checkpoint, a registered from_pretrained, save_pretrained of what was loaded, eval and report on the
-folder itself; and of the same values in bf16, quantize and prepare.
+The readers are load_checkpoint, a registered from_pretrained, save_pretrained after it, eval and report.
+For the same values in bf16, quantize and prepare are compared, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m fp4_ops quantize --calibration FILE`: layer by layer what `prepare` does at once."""
+"""`python -m fp4_ops quantize --calibration FILE` gives the weights of `prepare`, but one layer at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m fp4_ops quantize`: what `prepare` does, in bounded memory, resumable, never half-whole."""
+"""`python -m fp4_ops quantize` gives the weights of `prepare` in bounded memory, and resumes after a stop."""
 
 from __future__ import annotations
 

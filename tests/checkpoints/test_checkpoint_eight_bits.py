@@ -1,4 +1,4 @@
-"""8 bits in stacks of experts: what `quantize` starts from, and what lies beside experts in 4 bits."""
+"""Stacked experts in 8 bits: `quantize` reads them, and they may be in a folder beside 4-bit experts."""
 
 from __future__ import annotations
 

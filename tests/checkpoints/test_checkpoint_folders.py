@@ -1,4 +1,4 @@
-"""Folders as they lie on disks: saved twice, in part, moved, or by somebody else; and disks that are full."""
+"""Unusual folders: saved twice, incomplete, moved, or written by another program; and full disks."""
 
 from __future__ import annotations
 

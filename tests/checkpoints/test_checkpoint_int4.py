@@ -1,4 +1,4 @@
-"""int4 folders of compressed-tensors: read and written exactly, quantised anew only if asked to."""
+"""int4 folders of compressed-tensors: read and written exactly, and quantised again only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of a folder's config that change what its weights mean: refused by name where they are not read."""
+"""Config keys that change the meaning of the weights: an error names each key that is not supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Experts that fp4::moe does not compute: read exactly, run by their own code, with the true reason."""
+"""Experts that fp4::moe cannot compute: read exactly, run by their own code, and reported with the true
+reason."""
 
 from __future__ import annotations
 

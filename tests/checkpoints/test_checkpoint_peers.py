@@ -1,4 +1,4 @@
-"""Round trips through the packages that made the formats: what they read of ours, and we of theirs."""
+"""Round trips with the packages that define the formats: they read our folders, and we read theirs."""
 
 from __future__ import annotations
 

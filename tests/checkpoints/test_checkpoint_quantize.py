@@ -1,4 +1,4 @@
-"""Folders that are quantised: from 8 bits, of many families, and what the report and the index say."""
+"""Folders that `quantize` writes: from 8 bits, for many families, with a correct report and index."""
 
 from __future__ import annotations
 

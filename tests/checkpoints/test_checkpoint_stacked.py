@@ -1,4 +1,4 @@
-"""Families whose experts are stacked, from folders where they are not."""
+"""Models with stacked experts, loaded from folders that store each expert separately."""
 
 from __future__ import annotations
 

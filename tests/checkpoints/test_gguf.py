@@ -1,4 +1,5 @@
-"""GGUF: experts read packed, bit for bit; the rest dequantised; what is not read refused by its name.
+"""GGUF: experts are read packed, bit for bit; other tensors are dequantised; unsupported ones are named in an
+error.
 
 Expected values are float64, from the formats' definitions over the bytes that were written.
 """

@@ -1,4 +1,4 @@
-"""A rewritten graph that Inductor cannot compile: the model runs as captured, and a warning says so once."""
+"""If Inductor cannot compile a rewritten graph, the captured graph runs instead, and one warning says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A compilation that takes long says so, once."""
+"""A slow compilation logs one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The Hopper kernels as machine code, read without a GPU: the instructions they stand on, and no spills."""
+"""The machine code of the Hopper kernels, read without a GPU: it has the expected instructions and no
+spills."""
 
 import json
 import re

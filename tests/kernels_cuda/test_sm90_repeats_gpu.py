@@ -1,5 +1,7 @@
-"""A call gives the same bits each time, whatever ran before it: nothing left in shared memory, in registers
-or in what an allocation finds there may show."""
+"""A call gives the same bits each time, whatever ran before it.
+
+Earlier values in shared memory, registers or allocated memory must not have an effect.
+"""
 
 import random
 from functools import partial

@@ -1,7 +1,6 @@
-"""The native runtime (csrc/cuda): operands as they come, devices, modes of autograd, and what it asks Python
-for.
+"""The native runtime (csrc/cuda): operands, devices, modes of autograd, and calls from C++ to Python.
 
-What operators compute, graphs and streams: the other files of Hopper's kernels, whose operators are these.
+The other test_sm90_*_gpu.py files test results, graphs and streams.
 """
 
 from __future__ import annotations

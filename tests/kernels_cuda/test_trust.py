@@ -1,4 +1,4 @@
-"""GPUs other than Hopper: which layout they get, and that it takes kernels whose first use was right."""
+"""GPUs other than Hopper: which layout they get, and that its kernels run only after a correct first use."""
 
 import contextlib
 import logging

@@ -1,4 +1,4 @@
-"""python -m fp4_ops tune: times become constants, which the user's cache keeps and `info` names."""
+"""`python -m fp4_ops tune` fits constants to times and stores them in the user's cache; `info` names them."""
 
 from __future__ import annotations
 

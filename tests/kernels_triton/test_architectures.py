@@ -1,7 +1,7 @@
-"""Triton kernels on GPUs that are not there: what each takes of them, and which tile is chosen.
+"""Triton kernels compiled for GPUs that this machine does not have: their resources, and the chosen tile.
 
-`make test` shows the choice with invented figures, and compiles a part that is drawn anew each run; `make
-test-archs` (mark `archs`) the rest. Each candidate on its own: test_every_candidate.py.
+`make test` tests the choice with invented resource figures, and compiles a random part of the kernels. `make
+test-archs` (mark `archs`) compiles the others. test_every_candidate.py tests each candidate separately.
 """
 
 from __future__ import annotations

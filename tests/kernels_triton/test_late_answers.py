@@ -1,4 +1,4 @@
-"""The host's side of comparing samples on a GPU: it waits for the answer, and says so where none comes."""
+"""Comparing samples of weights on a GPU: the host waits for the result, and reports if none arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prepared models and FP4Tensors where people put them: pickles, state dicts, shared memory, processes."""
+"""Prepared models and FP4Tensors in pickles, state dicts, shared memory and other processes."""
 
 from __future__ import annotations
 

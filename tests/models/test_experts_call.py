@@ -1,4 +1,4 @@
-"""From transformers' call of prepared experts to the operator: little Python, and all hooks on the way."""
+"""From transformers' call of prepared experts to the operator: little Python runs, and all hooks run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights on a CPU: huge pages under them, and an output head that is not copied."""
+"""Weights on a CPU: they are in huge pages, and the output head is not copied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Gradients through frozen 4-bit experts: those of the dequantised weights, for adapters to train by."""
+"""Gradients through frozen 4-bit experts are those of the dequantised weights, so that adapters can be
+trained."""
 
 from __future__ import annotations
 

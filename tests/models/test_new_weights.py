@@ -1,4 +1,5 @@
-"""New 16-bit weights for a model in 4 bits: quantised into place, as `prepare` of the new model has them."""
+"""New 16-bit weights for a 4-bit model are quantised in place, to the weights that `prepare` of the new model
+gives."""
 
 from __future__ import annotations
 

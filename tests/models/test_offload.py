@@ -1,4 +1,4 @@
-"""accelerate brings weights when a module is called, and takes them away afterwards."""
+"""accelerate loads weights when a module is called, and unloads them afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests served at one time get what each gets alone: `generate_batch` and `transformers serve`."""
+"""Requests in one batch get the same results as alone: `generate_batch` and `transformers serve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake kernels: what they return is what the real ones return, for any shapes, symbolic ones too."""
+"""Fake kernels return the same metadata as the real kernels, for any shapes, also symbolic ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format tables, Python and C++, say what the reference says."""
+"""The format tables in Python and C++ agree with the reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""csrc/generate/operator_checks.py: what it writes, and what it refuses to translate."""
+"""csrc/generate/operator_checks.py: the C++ that it writes, and the Python that it refuses to translate."""
 
 from __future__ import annotations
 

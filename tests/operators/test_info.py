@@ -1,4 +1,4 @@
-"""fp4_ops.info() and `python -m fp4_ops info`: what they say is true."""
+"""fp4_ops.info() and `python -m fp4_ops info` report correct facts."""
 
 from __future__ import annotations
 

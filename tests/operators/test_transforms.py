@@ -1,4 +1,4 @@
-"""torch.func and forward-mode differentiation through the operators: right, or an error in words."""
+"""torch.func and forward-mode differentiation through the operators: correct, or a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/contributing.md names files that exist, and counts them rightly."""
+"""docs/contributing.md names files that exist, and its numbers of files are correct."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Imports run one way: between packages, between the rooms of compile_passes, and between folders of csrc."""
+"""Imports go in one direction: between packages, within compile_passes, and between folders of csrc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`node.meta` holds keys of torch alone. What the passes know of a node stands in weights/facts.py, typed."""
+"""`node.meta` has only torch's keys. The passes store their facts about nodes in weights/facts.py, typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Installation: no gigabytes for headers, words where torch is missing, flags of the machine it is for."""
+"""Installation: no large downloads for headers, a clear error without torch, and the compiler flags of the
+machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README and docs show what the records in benchmarks/results/ say, and how to measure it again."""
+"""README and docs show the records in benchmarks/results/, and the commands that repeat the measurements."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""The training example end to end, on a little text: it must not rot between GPU runs."""
+"""The training example runs end to end on a short text, so that errors are found without a GPU."""
 
 from __future__ import annotations
 

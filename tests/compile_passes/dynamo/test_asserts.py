@@ -1,4 +1,4 @@
-"""Assertions about tensors stay assertions, and do not part routers from experts."""
+"""Assertions about tensors still work, and they do not separate routers from experts."""
 
 from __future__ import annotations
 

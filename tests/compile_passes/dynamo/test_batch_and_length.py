@@ -1,6 +1,6 @@
-"""[batch, length, hidden], kept three-dimensional: what runs in 4 bits depends on no call before.
+"""Inputs of [batch, length, hidden]: which experts run in 4 bits does not depend on earlier calls.
 
-The first call has static sizes; once they change, Dynamo makes symbols of the batch, the length, or both.
+The first call has static sizes. When sizes change, Dynamo makes the batch, the length, or both symbolic.
 """
 
 from __future__ import annotations

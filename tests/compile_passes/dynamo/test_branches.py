@@ -1,4 +1,4 @@
-"""Branches that skip experts without rows: seen through where that is proved, and branches otherwise."""
+"""Branches that skip experts without rows: removed if both paths are proved equal, and kept otherwise."""
 
 from __future__ import annotations
 

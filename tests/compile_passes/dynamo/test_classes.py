@@ -1,4 +1,4 @@
-"""`one_hot` of as many classes as only the data knows, captured in the graph of the experts."""
+"""`one_hot` with a number of classes that depends on the data, captured in the graph of the experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Random loops with a branch on their rows compute what they compute in Python, seen through or not.
+"""Random loops with a branch on their rows compute the same as in Python, with or without the branch.
 
-FP4_FUZZ_SECONDS (0.25 if it is not set), several times that here, sets the time.
+The time is several times FP4_FUZZ_SECONDS (0.25 if it is not set).
 """
 
 from __future__ import annotations

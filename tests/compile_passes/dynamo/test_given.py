@@ -1,4 +1,5 @@
-"""What runs in 4 bits never depends on numbers that Python took out of the data before a graph break."""
+"""Which experts run in 4 bits never depends on numbers that Python read from the data before a graph
+break."""
 
 from __future__ import annotations
 

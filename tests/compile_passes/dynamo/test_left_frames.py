@@ -1,4 +1,4 @@
-"""Calls that Dynamo leaves to Python take nothing from others: 4 bits depend on no call before."""
+"""Calls that Dynamo leaves to Python have no effect on other calls: these still run in 4 bits."""
 
 from __future__ import annotations
 

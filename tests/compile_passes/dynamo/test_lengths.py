@@ -1,4 +1,5 @@
-"""A graph break between a router and its experts: ids, weights and rows come with lengths of their own."""
+"""A graph break between a router and its experts: ids, weights and rows have different symbols for their
+lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module compiled with backend="fp4" inside what another backend compiles: said once, with its name."""
+"""A module compiled with backend="fp4" inside a module of another backend: one message names it."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Lists with a number for each expert up to the largest id: which loops over them run over all experts."""
+"""Lists of counts that end at the largest id in the data: which loops over them cover all experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program that merely loads the backend, and compiles with others, sees Dynamo as it was."""
+"""Loading the backend does not change Dynamo for programs that compile with other backends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of as many numbers as only the data knows: captured where they are nothing but an index."""
+"""Lists whose length depends on the data: captured if they are used only as an index."""
 
 from __future__ import annotations
 

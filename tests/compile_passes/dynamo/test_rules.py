@@ -1,4 +1,4 @@
-"""What this package adds to Dynamo fails open: a model compiles as it would under another backend."""
+"""If this package's additions to Dynamo fail, a model compiles as with another backend."""
 
 from __future__ import annotations
 

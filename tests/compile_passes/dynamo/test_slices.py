@@ -1,4 +1,4 @@
-"""Slices of sorted rows, whose bounds Python adds up: which may be taken for one expert's rows."""
+"""Slices of sorted rows with bounds that Python adds up: which slices are the rows of one expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops whose bounds or branches only the data knows: they run as they always did, and explain says why."""
+"""Loops with bounds or branches that depend on the data: they run unchanged, and explain says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers with few places for each expert, however many tokens there are: with one token, too."""
+"""Buffers with few places for each expert, for any number of tokens, also for one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a layout's kernels want gate and up rows side by side, every form packs them so."""
+"""If a layout's kernels need interleaved gate and up rows, every form of experts packs them so."""
 
 from __future__ import annotations
 

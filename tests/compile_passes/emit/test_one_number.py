@@ -1,4 +1,4 @@
-"""Blocks times one number that a tensor holds: a learned scale, a largest value, a count."""
+"""Expert blocks that are multiplied by a tensor of one element: a learned scale, a maximum, a count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs that may run again for one call, when a GPU says late that weights had changed (graph/repeat.py)."""
+"""Graphs that run twice for one call if the GPU reports late that weights have changed (graph/repeat.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Inductor traces the rewritten graph again, and its decompositions lay some results out in another way.
+"""Inductor traces the rewritten graph again, and its decompositions give some results other strides.
 
-`cat` of an empty tensor and a transposed one is such a result: contiguous by torch's kernel, transposed by
-the decomposition. transformers' caches begin with it.
+An example is `cat` of an empty tensor and a transposed one: the result is contiguous from torch's kernel, but
+transposed from the decomposition. The first step of transformers' caches computes such a `cat`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads of a slice move past writes to other slices; nothing else of what a graph computes changes."""
+"""Reads of a slice move past writes to other slices, and the results of the graph stay the same."""
 
 from __future__ import annotations
 

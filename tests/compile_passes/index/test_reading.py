@@ -1,4 +1,4 @@
-"""Terms say what a graph computes: each is evaluated on numbers and compared with the graph itself."""
+"""Terms describe what a graph computes: the tests evaluate each term and compare it with the graph."""
 
 from __future__ import annotations
 

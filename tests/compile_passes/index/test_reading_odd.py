@@ -1,5 +1,7 @@
-"""Operators on odd tensors (no dimension, empty, of several ranks): each is read as what it computes, or not
-at all. A reader that fails would leave the whole graph to Inductor."""
+"""Operators on unusual tensors (no dimension, empty, several ranks): each is read correctly, or not at all.
+
+If a reader raised an error, the whole graph would be left to Inductor.
+"""
 
 from __future__ import annotations
 

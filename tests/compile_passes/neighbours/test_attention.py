@@ -1,4 +1,5 @@
-"""Attention beside fp4 experts: heads of a group share keys, masks made of positions become is_causal."""
+"""Attention beside fp4 experts: query heads of a group share keys, and masks made of positions become
+is_causal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A router's topk as fp4::top_experts: the softmax before it and the weights after it, only where they are
-these."""
+"""A router's topk, with the softmax before it and the weights after it, becomes fp4::top_experts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A router's topk as rounds of a maximum: the same values, lower indices first, only where it qualifies."""
+"""A router's topk becomes repeated maxima if it qualifies: the same values, and the lower index first for
+equal ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that are not gate/up, an activation and down: each of their products is in 4 bits by itself."""
+"""Experts other than gate/up, an activation and down: each of their products runs in 4 bits by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products that are experts' because something routes rows to them. Dense models: test_dense_models.py."""
+"""Products count as experts only if rows are routed to them. test_dense_models.py tests dense models."""
 
 from __future__ import annotations
 

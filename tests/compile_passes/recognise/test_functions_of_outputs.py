@@ -1,4 +1,4 @@
-"""Experts whose outputs go through a function, element by element, before they are weighted and added."""
+"""Experts with an elementwise function of their outputs before these are weighted and added."""
 
 from __future__ import annotations
 

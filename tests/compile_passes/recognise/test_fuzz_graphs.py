@@ -1,8 +1,8 @@
-"""Graph surgery: a graph of experts with random changes is rewritten into what it computes, or left alone.
+"""Randomly changed graphs of experts: the rewritten graph computes the same, or the graph stays unchanged.
 
-Each round rewires edges of a captured graph or changes constants, and compares the graph with what
-the passes make of it. The weights are exact in mxfp4 whichever way they are cut into blocks, so that a right
-rewrite is exact and a wrong one is not. FP4_FUZZ_SECONDS, 0.25 if it is not set, is the time for each style.
+Each round changes edges or constants of a captured graph, and compares the graph with its rewritten form.
+mxfp4 represents the weights exactly for every division into blocks. So a correct rewrite has exact results,
+and a wrong one does not. FP4_FUZZ_SECONDS (0.25 if it is not set) is the time for each style.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A vector of each expert's own that scales what enters its down product."""
+"""A vector for each expert that scales the input of its down product."""
 
 from __future__ import annotations
 

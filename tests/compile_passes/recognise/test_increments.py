@@ -1,4 +1,4 @@
-"""`out[token] += y`: adds all rows only if no row of `out` is named twice."""
+"""`out[token] += y` adds all rows only if `token` has no index twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routing weights that are looked up by more than the ids, and rows of a parameter that experts read."""
+"""Routing weights indexed by more than the ids, and experts that read rows of a parameter."""
 
 from __future__ import annotations
 

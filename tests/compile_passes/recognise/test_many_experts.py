@@ -1,4 +1,4 @@
-"""Loops over hundreds of experts, and many layers of loops, compiled from deep within a program."""
+"""Loops over hundreds of experts, and many layers of loops, compiled at a large depth of the call stack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recogniser: what it must find, and look-alikes that it must leave alone and still compute rightly."""
+"""The recogniser: experts that it must find, and similar programs that it must leave unchanged."""
 
 from __future__ import annotations
 

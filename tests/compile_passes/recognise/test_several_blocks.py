@@ -1,4 +1,5 @@
-"""Which products are one block's: several blocks of one shape in a graph, and experts behind a Linear."""
+"""Which products belong to one block: several blocks of the same shape in a graph, and experts after a
+Linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ids and weights that several rows share: of a sequence, a picture, a task, or a position in all of them."""
+"""Ids and weights that several rows share: the rows of a sequence, an image, a task, or a position."""
 
 from __future__ import annotations
 

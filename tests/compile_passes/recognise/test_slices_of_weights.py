@@ -1,4 +1,4 @@
-"""Experts whose products go slice by slice of their weights, as `pretraining_tp` has them."""
+"""Experts that multiply slices of their weights separately, as with `pretraining_tp`."""
 
 from __future__ import annotations
 

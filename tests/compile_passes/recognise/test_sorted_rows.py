@@ -1,4 +1,4 @@
-"""Rows sorted by expert, read in index notation: how they are put back, and rows that are no expert's."""
+"""Rows sorted by expert: how they are put back in order, and rows that belong to no expert."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Experts that all tokens go through and that are not read: the report says why. Others get no report."""
+"""Experts that process all tokens and are not recognised: the report says why. Other modules get no
+report."""
 
 from __future__ import annotations
 

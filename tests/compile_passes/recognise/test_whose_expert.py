@@ -1,4 +1,5 @@
-"""Routing weights that are masked by which process has an expert: that is no mask of one expert."""
+"""Routing weights that are masked by the process that has an expert: such a mask is not that of one
+expert."""
 
 from __future__ import annotations
 

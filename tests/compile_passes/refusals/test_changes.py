@@ -1,4 +1,5 @@
-"""The changes that refusals suggest: every refusal has one, and one that is applied does what it says."""
+"""The changes that refusals suggest: every refusal has one, and a program with the change gets the promised
+result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts that are in no graph: one warning, once, or an error with strict; never a wrong alarm."""
+"""Experts that are in no graph: one warning, or an error with strict, and no false warnings."""
 
 from __future__ import annotations
 

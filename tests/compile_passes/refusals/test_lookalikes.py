@@ -1,6 +1,7 @@
-"""Programs that look like a mixture of experts and are none: never rewritten into something else.
+"""Programs that are similar to a mixture of experts but compute something else are never rewritten wrongly.
 
-Here loops over experts, and norms of their outputs; test_lookalikes_rows.py has other ways to hand out rows.
+This file has loops over experts and norms of their outputs; test_lookalikes_rows.py has other ways to route
+rows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Masks and sums that look like those of experts and are not; parts of one vector, wherever they lie."""
+"""Masks and sums that are similar to those of experts but differ from them, and parts of one vector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Look-alikes (lookalikes.py) of ways to hand rows to experts other than masks whose rows are added up."""
+"""Look-alikes (lookalikes.py) that route rows to experts in other ways than by masks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""options={"strict": True}: experts that keep their original weights are an error that says which and why."""
+"""options={"strict": True}: if experts keep their original weights, an error says which experts and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an attention layer does before the attention, as fp4::update_cache: only what is that."""
+"""The operators before the attention in a layer become fp4::update_cache, but only if they match exactly."""
 
 from __future__ import annotations
 

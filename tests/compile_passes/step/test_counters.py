@@ -1,4 +1,4 @@
-"""Counters of a step's caches as one kernel: which are rewritten, and which stay."""
+"""The counters of the caches in a decoding step become one kernel: which are rewritten, and which are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of one token over a static cache as fp4::attention: only what is that."""
+"""Attention of one token over a static cache becomes fp4::attention, but only if it matches exactly."""
 
 from __future__ import annotations
 

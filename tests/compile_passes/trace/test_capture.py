@@ -1,6 +1,6 @@
-"""The capture copies what calls have in common; the graph is the one that a trace of the whole gives.
+"""The capture copies the parts that calls have in common, and gives the same graph as a complete trace.
 
-So it is for every style, too: recognise/test_styles.py compares both where it has traced them anyway.
+recognise/test_styles.py compares both graphs for every style.
 """
 
 from __future__ import annotations

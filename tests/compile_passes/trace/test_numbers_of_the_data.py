@@ -1,4 +1,5 @@
-"""Calls with a tensor where torch takes a number: a part of a tensor is taken without it, others are told."""
+"""Calls with a tensor where torch expects a number: some are captured without reading it, others are
+reported."""
 
 from __future__ import annotations
 

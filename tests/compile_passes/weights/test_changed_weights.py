@@ -1,4 +1,4 @@
-"""Weights that change in ways that leave their versions and addresses alone: the next call sees them."""
+"""Weights that change without a new version or address: the next call uses the new values."""
 
 from __future__ import annotations
 

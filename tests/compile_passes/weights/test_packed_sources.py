@@ -1,4 +1,4 @@
-"""Models that hold their experts in 4 bits already: the rewrite takes codes and scales as they are.
+"""Models with experts that are already in 4 bits: the rewrite uses their codes and scales unchanged.
 
 Codes and scales are random, not those that quantising would choose, so quantising anew would be seen.
 """
