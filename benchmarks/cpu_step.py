@@ -1,13 +1,13 @@
-"""Measures a whole decoding step on a CPU with Qwen3-30B-A3B's layers and head, where only the experts or all
-weights are in 4 bits.
+"""Measures a whole decoding step of Qwen3-30B-A3B on a CPU, where only the experts or all weights are in 4
+bits.
 
-    python benchmarks/cpu_step.py [--layers 2,6] [--formats nvfp4] [--threads 16] [--prefill 512]
+    python benchmarks/cpu_step.py [--layers N] [--formats nvfp4] [--threads 16] [--prefill 512]
 
-The model has random bfloat16 weights and a static cache, and runs with batch 1 under
-torch.compile(backend="fp4"). The time of a step is the median of 40. From two numbers of layers follow the
-time of one layer and the time of the rest (embedding, norm, head, argmax), and from these the time of all 48
-layers. First, each variant's logits are compared with those of the same model with dequantised weights.
-`--prefill` also times an uncompiled prompt of this number of tokens, as `generate` runs it.
+The model has random bfloat16 weights and a static cache that holds 100 tokens, and runs with batch 1 under
+torch.compile(backend="fp4"). Its layers hold equal numbers in memory of their own. The time of a step is the
+median of 40. First, each variant's logits are compared with those of the same model with dequantised weights;
+that model has one layer. `--prefill` also times an uncompiled prompt of this number of tokens, as `generate`
+runs it.
 
     experts     fp4_ops.prepare(model, format): everything else is bf16
     whole       prepare(model, format, attention=format, head=format)
@@ -28,9 +28,10 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
 
 import fp4_ops
+from fp4_ops.host_memory import use_huge_pages
 from fp4_ops.models.outside_experts import find_outside, kind_of
 
-ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 96
+ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 100
 VOCABULARY = 151936
 SIZES = dict(
     hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
@@ -40,10 +41,10 @@ SIZES = dict(
 KINDS = {"experts": (), "whole": ("attention", "head")}
 
 
-def new_model(layers: int) -> Qwen3MoeForCausalLM:
-    """Makes a model whose weights repeat some random rows, because billions of random numbers would take
-    minutes."""
-    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=layers, vocab_size=VOCABULARY, dtype=torch.bfloat16)
+def new_model() -> Qwen3MoeForCausalLM:
+    """Makes a model of one layer whose weights repeat some random rows, because so many random numbers would
+    take long."""
+    config = Qwen3MoeConfig(**SIZES, num_hidden_layers=1, vocab_size=VOCABULARY, dtype=torch.bfloat16)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config).bfloat16().eval()
     model.to_empty(device="cpu")
@@ -65,7 +66,7 @@ def new_model(layers: int) -> Qwen3MoeForCausalLM:
 def check(format: str, variant: str) -> record.Row:
     """Returns the relative error against the dequantised weights. Activations are int8, so the error is about
     1e-2."""
-    model = new_model(1)
+    model = new_model()
     twin = copy.deepcopy(model)
     for name, p in twin.named_parameters():
         kind = "head" if name == "lm_head.weight" else kind_of(name)
@@ -85,14 +86,27 @@ def check(format: str, variant: str) -> record.Row:
     }
 
 
-@torch.no_grad()
-def step_ms(model: Qwen3MoeForCausalLM, layers: int) -> float:
-    """Measures milliseconds of a step with this number of layers."""
-    torch._dynamo.reset()
+def add_layers(model: Qwen3MoeForCausalLM, layers: int) -> None:
+    """Copies a packed layer. The copies have huge pages, as packed weights have."""
+    stack = model.model.layers
+    for i in range(1, layers):
+        memo = {}
+        for t in (*stack[0].parameters(), *stack[0].buffers()):
+            copied = use_huge_pages(torch.empty_like(t)).copy_(t.detach())
+            memo[id(t)] = torch.nn.Parameter(copied, False) if isinstance(t, torch.nn.Parameter) else copied
+        stack.append(copy.deepcopy(stack[0], memo))
+        stack[i].self_attn.layer_idx = i
     model.config.num_hidden_layers = layers
+
+
+@torch.no_grad()
+def step_ms(model: Qwen3MoeForCausalLM) -> float:
+    """Measures milliseconds of a step."""
+    torch._dynamo.reset()
     compiled = torch.compile(model, backend="fp4", dynamic=False)
-    cache = StaticCache(config=model.config, max_cache_len=CONTEXT)
-    logits = model(torch.randint(1, VOCABULARY, (1, 32)), past_key_values=cache, logits_to_keep=1).logits
+    cache = StaticCache(config=model.config, max_cache_len=CONTEXT + STEPS + SKIP)
+    ids = torch.randint(1, VOCABULARY, (1, CONTEXT))
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     times = []
     for _ in range(STEPS + SKIP):
         start = time.perf_counter()
@@ -103,9 +117,8 @@ def step_ms(model: Qwen3MoeForCausalLM, layers: int) -> float:
 
 
 @torch.no_grad()
-def prefill_ms(model: Qwen3MoeForCausalLM, layers: int, tokens: int) -> float:
+def prefill_ms(model: Qwen3MoeForCausalLM, tokens: int) -> float:
     """Measures milliseconds of an uncompiled forward pass over a prompt, the median of 3."""
-    model.config.num_hidden_layers = layers
     ids = torch.randint(1, VOCABULARY, (1, tokens))
     times = []
     for _ in range(4):
@@ -121,7 +134,7 @@ def gigabytes(model: torch.nn.Module) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", default="2,6")
+    parser.add_argument("--layers", type=int, default=ALL_LAYERS)
     parser.add_argument("--formats", default="nvfp4")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prefill", type=int, default=0)
@@ -130,31 +143,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.set_num_threads(args.threads)
     yield cpu_machine.bandwidth(args.threads)
-    few, many = map(int, args.layers.split(","))
     for format in args.formats.split(","):
         for variant in KINDS:
             yield check(format, variant)
-        model = new_model(many)
+        model = new_model()
         fp4_ops.prepare(model, format)
+        add_layers(model, args.layers)
         for variant, kinds in KINDS.items():
             find_outside(model, dict.fromkeys(kinds, format)).pack()
+            names = {"variant": variant, "format": format, "threads": args.threads, "layers": args.layers}
             gb = gigabytes(model)
-            low, high = (step_ms(model, n) for n in (few, many))
-            layer = (high - low) / (many - few)
-            rest = low - few * layer
-            yield {
-                "table": "step", "variant": variant, "format": format, "threads": args.threads,
-                "layer_ms": layer, "rest_ms": rest, "model_ms": ALL_LAYERS * layer + rest, "layers": many,
-                "gb": gb,
-            }  # fmt: skip
             if args.prefill:
-                low, high = (prefill_ms(model, n, args.prefill) for n in (few, many))
-                layer = (high - low) / (many - few)
+                ms = prefill_ms(model, args.prefill)
                 yield {
-                    "table": "prefill", "variant": variant, "format": format, "threads": args.threads,
-                    "tokens": args.prefill, "layer_ms": layer, "rest_ms": low - few * layer,
-                    "model_ms": (ALL_LAYERS - few) * layer + low,
+                    "table": "prefill", **names, "tokens": args.prefill, "ms": ms,
+                    "tokens_per_s": 1e3 * args.prefill / ms,
                 }  # fmt: skip
+            ms = step_ms(model)
+            yield {"table": "step", **names, "ms": ms, "tokens_per_s": 1e3 / ms, "gb": gb}
         del model
         gc.collect()
 

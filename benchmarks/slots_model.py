@@ -1,10 +1,12 @@
 """Generates text with a model whose experts are in host memory, and with the same model on the GPU.
 
     python benchmarks/slots_model.py [--layers 6] [--steps 256] [--batches 1,8] [--tokens 2048,8192]
+                                     [--experts GPU,slots] [--share 0.4] [--outside keep]
 
-The model is a Qwen3-MoE with 30B-A3B's layer shapes and random weights in nvfp4. First all of it is on the
-GPU. Then it has a budget in which 40 % of the experts have slots. `generate` runs with a static cache and
-`decoding_loop`, which captures a step as a CUDA graph.
+The model is a Qwen3-MoE with 30B-A3B's layer shapes and random experts in nvfp4. First all of it is on the
+GPU. Then it has a budget in which a share of the experts has slots; 1/16 is the share of one token's experts.
+`--outside` is the format of attention and head. `generate` runs with a static cache and `decoding_loop`,
+which captures a step as a CUDA graph.
 
 budget    `generate` with a long prompt and one token after it, in parts where the plan says so: what is
           allocated before, and the allocator's peak beside the budget.
@@ -31,30 +33,29 @@ import fp4_ops
 from fp4_ops.models.expert_slots import ExpertSlots, place_experts
 from fp4_ops.models.memory_plan import RESERVE_LEAST, RESERVE_SHARE, plan_memory
 
-SHARE = 0.4
 CONFIG: dict[str, Any] = {
     "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-    "vocab_size": 32768, "max_position_embeddings": 40960, "pad_token_id": 0, "eos_token_id": None,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "pad_token_id": 0, "eos_token_id": None,
     "bos_token_id": None,
 }  # fmt: skip
-DEVICE, PROMPT = "cuda", 32
+DEVICE, PROMPT = "cuda", 100
 
 
-def new_model(layers: int) -> Any:
+def new_model(layers: int, outside: str) -> Any:
     with torch.device(DEVICE):
         torch.set_default_dtype(torch.bfloat16)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=layers, **CONFIG)).eval()
         torch.set_default_dtype(torch.float32)
     torch.nn.init.normal_(model.get_input_embeddings().weight)  # otherwise all tokens have the same routing
-    fp4_ops.prepare(model, "nvfp4")
+    fp4_ops.prepare(model, "nvfp4", attention=outside, head=outside)
     return model
 
 
-def budget_for(model: Any) -> int:
-    """Returns a budget that has slots for SHARE of the experts."""
+def budget_for(model: Any, share: float) -> int:
+    """Returns a budget that has slots for a share of the experts."""
     plan = plan_memory(model, 2**50)
-    held = plan.dense_bytes + (SHARE + 0.002) * plan.expert_bytes
+    held = plan.dense_bytes + (share + 0.002) * plan.expert_bytes
     return int(max(held * RESERVE_SHARE / (RESERVE_SHARE - 1), held + RESERVE_LEAST))
 
 
@@ -98,6 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tables", default="budget,prefill,generate")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--tokens", default="2048,8192")
+    parser.add_argument("--experts", default="GPU,slots")
+    parser.add_argument("--share", type=float, default=0.4)
+    parser.add_argument("--outside", default="keep")
 
 
 def clean() -> None:
@@ -106,9 +110,9 @@ def clean() -> None:
     torch.cuda.empty_cache()
 
 
-def budget_rows(layers: int, lengths: list[int]) -> Iterator[record.Row]:
-    model = new_model(layers)
-    budget = budget_for(model)
+def budget_rows(args: argparse.Namespace, lengths: list[int]) -> Iterator[record.Row]:
+    model = new_model(args.layers, args.outside)
+    budget = budget_for(model, args.share)
     plan = place_experts(model, budget)
     print(plan)
     clean()
@@ -129,20 +133,20 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     tables, lengths = args.tables.split(","), [int(n) for n in args.tokens.split(",")]
     with torch.no_grad():
         if "budget" in tables:
-            yield from budget_rows(args.layers, lengths)
+            yield from budget_rows(args, lengths)
             clean()
         if tables == ["budget"]:
             return
-        model = new_model(args.layers)
+        model = new_model(args.layers, args.outside)
         vocabulary = CONFIG["vocab_size"]
         batches = [int(b) for b in args.batches.split(",") if b]
         prompts = {b: torch.randint(1, vocabulary, (b, PROMPT), device="cuda") for b in batches}
         texts = [torch.randint(1, vocabulary, (1, int(n)), device="cuda") for n in lengths]
         want = {}
-        for where in ("GPU", "slots"):
+        for where in args.experts.split(","):
             budget = None
             if where == "slots":
-                budget = budget_for(model)
+                budget = budget_for(model, args.share)
                 print(place_experts(model, budget))
                 clean()
             torch.cuda.reset_peak_memory_stats()

@@ -56,9 +56,9 @@ def test_rows_of_cpu_step(monkeypatch):
     monkeypatch.setattr(module, "VOCABULARY", 128)
     monkeypatch.setattr(module.cpu_machine, "bandwidth", lambda threads: {"table": "memory"})
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
-    rows = first_rows("cpu_step", ["--layers", "1,2", "--formats", "mxfp4"])
-    assert [r.get("variant") for r in rows[1:]] == ["experts", "whole"] * 2
-    experts, whole = rows[-2:]
+    rows = first_rows("cpu_step", ["--layers", "2", "--formats", "mxfp4", "--prefill", "3"])
+    assert [r.get("variant") for r in rows[1:]] == ["experts", "whole"] + ["experts"] * 2 + ["whole"] * 2
+    experts, whole = rows[-3::2]
     assert experts["gb"] > whole["gb"] > 0
 
 
