@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from report_cells import Cell, grid, read, rows, source, spread, table
+from report_cells import Cell, grid, one, read, rows, source, spread, table
 
 
 def humming_ratios(name: str, kind: str, **where: Any) -> list[float]:
@@ -171,3 +171,23 @@ def vllm_engine() -> str:
         for a, b in zip(found[::2], found[1::2])
     ]  # fmt: skip
     return f"{grid(heads, lines)}\n\n{source('vllm_engine_h200')}"
+
+
+@table
+def llama_cpp() -> str:
+    """Ours and llama.cpp's decoding step. gpt-oss-120b's are from two runs on cards of the same name."""
+    names = {
+        ("Qwen3-30B-A3B", 100): ("llama_cpp_qwen3_30b_h200", "step_beside_llama_cpp_h200"),
+        ("Qwen3-30B-A3B", 1000): ("llama_cpp_qwen3_30b_h200", "step_beside_llama_cpp_h200"),
+        ("gpt-oss-120b", 100): ("llama_cpp_gpt_oss_120b_h200", "step_gpt_oss_120b_h200"),
+    }
+    heads = ["model", "tokens before", "llama.cpp, ms", "tokens/s", "fp4_ops, ms", "tokens/s", "speedup",
+             "llama.cpp, GB", "fp4_ops, GB"]  # fmt: skip
+    lines: list[list[Cell]] = []
+    for (model, tokens), (theirs, ours) in names.items():
+        a = one(theirs, "decode", where="gpu", depth=tokens)
+        b = one(ours, "step", batch=1, context=tokens)
+        lines.append([model, tokens, a["ms"], a["tokens_per_s"], b["ms"], b["tokens_per_s"],
+                      a["ms"] / b["ms"], a["gb"], b["gb"]])  # fmt: skip
+    files = dict.fromkeys(name for pair in names.values() for name in pair)
+    return f"{grid(heads, lines)}\n\n{source(*files)}"

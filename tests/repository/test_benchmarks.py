@@ -20,6 +20,7 @@ NOT_BENCHMARKS = {
     *(
         "fit",
         "fit_cpu",
+        "gguf_models",
         "hopper_operators",
         "marlin",
         "ranks",
