@@ -1,4 +1,4 @@
-"""Two modules with the same experts: one copy, saved once where a new model shares them, too."""
+"""Two modules that share their experts: one copy in memory, saved once if a new model shares them, too."""
 
 from __future__ import annotations
 

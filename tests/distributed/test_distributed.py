@@ -1,4 +1,4 @@
-"""Two processes: a model that is split is right, or refused in words. gloo on the CPU."""
+"""Two processes with gloo on the CPU: a split model is correct, or an error explains why not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the estimated cost of spread and split experts, beside measured times and drawn routings."""
+"""The estimated cost of spread and split experts, compared with measured times and random routings."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Shares of experts, of any number and size, and sequences of which each process has a part."""
+"""Random divisions of experts among processes, and sequences that are divided among processes."""
 
 from __future__ import annotations
 

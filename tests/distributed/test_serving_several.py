@@ -1,4 +1,4 @@
-"""The example that serves a model by several processes runs: here two, with gloo on the CPU."""
+"""The example that serves a model from several processes runs, here with two and gloo on the CPU."""
 
 from __future__ import annotations
 

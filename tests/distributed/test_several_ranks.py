@@ -1,5 +1,7 @@
-"""`fp4::moe_ep` and `fp4::all_reduce` over two and three processes, and what becomes of them where one is
-lost."""
+"""`fp4::moe_ep` and `fp4::all_reduce` over two and three processes.
+
+If one process is lost, the others must get an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models whose experts several processes hold: by a group, by transformers' plans, from 4-bit folders."""
+"""Experts spread over several processes: by a group, by transformers' plans, from 4-bit folders."""
 
 from __future__ import annotations
 

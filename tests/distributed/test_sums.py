@@ -1,4 +1,4 @@
-"""Sums over processes in graphs of `backend="fp4"`: operators that NVLink carries, where a workspace is."""
+"""Sums over processes in graphs of `backend="fp4"`: these use NVLink's operators if there is a workspace."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The wheel for aarch64 on emulated processors: which kernels each chooses, what they compute, and with which
-instructions. `make test-aarch64` builds the wheel and runs this file.
+"""The wheel for aarch64 on emulated processors: the chosen kernels, their results and their instructions.
+
+`make test-aarch64` builds the wheel and runs this file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Batch invariance: where docs/operators.md says so, a token's bits do not depend on the rest of its batch.
+"""Batch invariance: where docs/operators.md promises it, a token's bits do not depend on its batch.
 
-The family of kernels is fixed at a process's first call, so each runs in a process of its own: this file, run
-as a script.
+A process chooses its kernels at its first call. So each family of kernels runs in another process, which runs
+this file as a script.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Every kernel family of the CPU (FP4_CPU_CAPABILITY), not only the one this machine would choose.
+"""Every kernel family of the CPU (FP4_CPU_CAPABILITY), not only the family that this machine would choose.
 
-The family is fixed at a process's first call, so each runs in a process of its own: this file, run as a
-script, computes every case and prints one JSON object of failures and of the number of comparisons made.
+A process chooses its kernels at its first call. So each family runs in another process, which runs this file
+as a script. It computes every case and prints a JSON object with the failures and the number of comparisons.
 """
 
 from __future__ import annotations

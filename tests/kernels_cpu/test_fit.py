@@ -1,5 +1,7 @@
-"""Thresholds and sizes of the CPU's kernels are data. benchmarks/fit_cpu.py measures from how many rows on
-kernels for many rows are taken."""
+"""Thresholds and sizes of the CPU's kernels are data.
+
+benchmarks/fit_cpu.py measures from how many rows on the kernels for many rows are faster.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""The kernels for experts with many rows. Those for AMX have emulated tiles here (csrc/cpu/amx_tiles.h):
-their packing and indexing, on any processor with AVX-512. Where there is AMX, test_cpu_dispatch.py runs
-them as they are. Those of vdpbf16ps run as they are.
+"""The kernels for experts with many rows, on any processor with AVX-512.
 
-Such a build of the package is made in build/emulated_tiles: its Python files are copies, and of _C.so what
-concerns tiles is compiled again.
+The AMX kernels run here with emulated tiles (csrc/cpu/amx_tiles.h), which tests their packing and indexing.
+On a processor with AMX, test_cpu_dispatch.py runs them unchanged. The kernels of vdpbf16ps run unchanged
+here.
+
+The build of the package with emulated tiles is in build/emulated_tiles. Its Python files are copies, and only
+the files of _C.so that use tiles are compiled again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A launch that fails says what to do, in the same words from Python and from C++."""
+"""If a launch fails, the error says what to do, in the same words from Python and from C++."""
 
 import re
 import types

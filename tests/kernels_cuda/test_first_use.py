@@ -1,4 +1,4 @@
-"""Kernels that nobody has run on a device are checked once, and what was found is kept."""
+"""Kernels that nobody has run on a device are checked once, and the result is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constants that were fitted: data that says where it comes from, in C++ as in Python; and the fit again."""
+"""Fitted constants: they name their origin, C++ and Python use the same, and a fit finds known constants."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The kernels of `_sm80.so` as machine code of each GPU they are built for: `make test-kernels`.
+"""The kernels of `_sm80.so` as machine code of each GPU that they are built for: `make test-kernels`.
 
-Every file is compiled once: half of them for compute capability 8.0, the others for another one, both
-drawn each time. Or all are, for each that FP4_KERNEL_ARCHS names ("all"). Where a build has objects of the
-architecture (build/sm80), these are brought up to date and read. Else only the GPU's code is compiled
-(-cubin), without the code that the host runs to launch it.
+By default every file is compiled once: half of the files for compute capability 8.0 and the other half for
+another one, both chosen at random. FP4_KERNEL_ARCHS names architectures ("all" for all) for which every file
+is compiled. If a build has objects of the architecture (build/sm80), these are updated and read. Otherwise
+only the GPU's code is compiled (-cubin), without the host's code.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The native CUDA runtime as a file: it loads without a GPU, and what its planner says does not need one."""
+"""The native CUDA runtime loads without a GPU, and the results of its planner do not need one."""
 
 from __future__ import annotations
 

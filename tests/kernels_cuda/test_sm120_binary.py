@@ -1,8 +1,8 @@
 """csrc/sm120 without a GPU of compute capability 12.x: `make test-kernels`.
 
-The machine code for 12.0 and 12.1, and three witnesses of how the instruction takes its operands. They hold
-the emulator, in whose place test_sm120_gpu.py runs the kernels, to what others say: the PTX ISA's text,
-CUTLASS' layouts, and the layouts and instructions of Triton's `tl.dot_scaled`.
+The machine code for 12.0 and 12.1 is read. The emulator, on which test_sm120_gpu.py runs the kernels, is
+compared with three independent sources: the PTX ISA's text, CUTLASS' layouts, and the layouts and
+instructions of Triton's `tl.dot_scaled`.
 """
 
 import ctypes

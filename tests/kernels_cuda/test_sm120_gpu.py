@@ -1,7 +1,7 @@
-"""FP4 rows by FP4 weights with the block-scaled mma.sync of compute capability 12.x (csrc/sm120), by its C
-interface: against float64, bit for bit where sums are exact, and against the CPU's operators.
+"""FP4 rows by FP4 weights with the block-scaled mma.sync of compute capability 12.x (csrc/sm120).
 
-It runs on such a GPU; `--emulate` runs it without one.
+The results of the C interface are compared with float64, bit for bit if sums are exact, and with the CPU's
+operators. The file runs on such a GPU, or without one with `--emulate`.
 """
 
 import ctypes

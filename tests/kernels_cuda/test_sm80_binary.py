@@ -1,4 +1,4 @@
-"""Prefill by mma.sync as machine code for each GPU, read without one; and its choice among candidates."""
+"""The machine code of prefill by mma.sync for each GPU, read without one, and its choice of a candidate."""
 
 import ctypes
 import re

@@ -1,5 +1,7 @@
-"""The operators on layout mma_bf16 with the kernels of `_sm80.so`, as GPUs other than Hopper run them:
-decode, gemv and prefill against float64, with the shared memory that those GPUs have."""
+"""The operators on layout mma_bf16 with the kernels of `_sm80.so`, which GPUs other than Hopper use.
+
+decode, gemv and prefill are compared with float64, with the shared memory that those GPUs have.
+"""
 
 from pathlib import Path
 

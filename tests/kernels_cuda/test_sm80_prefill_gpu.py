@@ -1,7 +1,7 @@
 """Prefill by mma.sync (csrc/sm80) against float64 over the exactly dequantised weights, by its C interface.
 
-It runs on every GPU that has the kernels; `--emulate` runs it without one, and then with shared memory as
-other GPUs have it.
+It runs on every GPU that has the kernels. With `--emulate` it runs without a GPU, and with the shared memory
+of other GPUs.
 """
 
 import ctypes

@@ -1,6 +1,7 @@
 """Batch invariance of the native kernels (docs/operators.md): a token's bits do not depend on its batch.
 
-The layouts whose names end with `_invariant` keep it in every operator. Of the others, decode alone does.
+Layouts with names that end in `_invariant` guarantee it for every operator; the other layouts only for
+decode.
 """
 
 import pytest

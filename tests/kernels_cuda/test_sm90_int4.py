@@ -1,4 +1,4 @@
-"""Layout sm90_int4 on the CPU: every bit and scale, the way back, who chooses it, and what holds it."""
+"""Layout sm90_int4 on the CPU: every bit and scale, unpacking, and the code that chooses and stores it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """int4 x fp8 on Hopper (layout sm90_int4) against float64 over the quantised rows and the folded weights.
 
-The kernel multiplies e4m3(code x scale), `reference.fold_int4`: what is left is the output's rounding and the
-sums of e4m3 products. Against the exact weights it is off by the rounding of each, FOLD.
+The kernel multiplies e4m3(code x scale), `reference.fold_int4`. So the only errors are the rounding of the
+output and the sums of e4m3 products. Compared with the exact weights, the error also has the rounding of each
+weight, FOLD.
 """
 
 import copy

@@ -1,5 +1,7 @@
-"""`moe_parts`: the rows of experts that `moe` adds up, for ranks that add them up elsewhere. And slots of no
-expert here, of which such ranks have many: nothing is spent on them, and nobody reads what they hold."""
+"""`moe_parts` gives the rows of experts before `moe` adds them up, for ranks that add them up elsewhere.
+
+Such ranks have many slots without an expert of this rank. These slots take no time, and nothing reads them.
+"""
 
 from __future__ import annotations
 

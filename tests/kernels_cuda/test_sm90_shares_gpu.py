@@ -1,4 +1,4 @@
-"""Prefill where blocks share tiles in parts of K (few tiles, many steps), or claim them (many tiles)."""
+"""Prefill in which blocks share tiles along K (few tiles, many steps), or claim whole tiles (many tiles)."""
 
 import pytest
 import torch

@@ -1,5 +1,8 @@
-"""Experts in host memory with slots on the GPU: the cache against a model of LRU, and the block over slots
-against the block over all experts, bit for bit."""
+"""Experts in host memory with slots on the GPU.
+
+The cache is compared with a model of LRU, and the block over slots with the block over all experts, bit for
+bit.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The experts of each token (csrc/sm90/top_experts.cu) against float64: sizes, dtypes, what is not finite."""
+"""The experts of each token (csrc/sm90/top_experts.cu) against float64: sizes, dtypes, inf and NaN."""
 
 import random
 

@@ -1,7 +1,7 @@
 """Operators inside a CUDA graph: replays with other rows, routing, ids and counts must equal eager runs.
 
-Those that the compiler emits, over weights in each layout that a GPU has: `plain` is Triton's, the
-others are the Hopper kernels', whose numbers of rows here are served by decode and by prefill.
+The operators are those that the compiler emits. The weights have each layout that a GPU can use: Triton reads
+`plain`, and the Hopper kernels read the others. The numbers of rows make decode and prefill run.
 """
 
 import pytest
