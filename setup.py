@@ -1,12 +1,12 @@
 """Builds the extension of fp4_ops against libtorch's stable ABI, and with nvcc the CUDA kernels.
 
-The result is not a Python extension module: it holds operators only, knows nothing of CPython, and loads in
-every torch from 2.11 on. So one binary serves all Python versions too, and the wheel is tagged so. The CUDA
-kernels know no torch at all: nvcc makes two shared libraries of them, `_sm90.so` for Hopper GPUs and
-`_sm80.so` for others. That takes minutes, so they are built for the GPUs that are here, and for those that
-FP4_CUDA_ARCHS names. With them comes a library of the operators that launch them (csrc/cuda), which needs
-neither nvcc nor CUDA's headers: it finds the kernels' libraries beside itself. It is not a part of the first
-one, because it uses what only a libtorch for CUDA has.
+The result is not a Python extension module. It contains only operators, does not depend on CPython, and loads
+in every torch from 2.11 on. So one binary works with all Python versions, and the wheel is tagged
+accordingly. The CUDA kernels do not use torch: nvcc makes two shared libraries of them, `_sm90.so` for Hopper
+GPUs and `_sm80.so` for others. This takes minutes, so they are built only for the GPUs of this machine and
+for those that FP4_CUDA_ARCHS names. A further library has the operators that launch them (csrc/cuda). It
+needs neither nvcc nor CUDA's headers, and finds the kernels' libraries in its own folder. It is separate from
+the first library, because it uses functions that only a libtorch for CUDA has.
 """
 
 import os
@@ -26,7 +26,7 @@ import setuptools
 from setuptools import find_packages, setup
 
 try:
-    if int(setuptools.__version__.partition(".")[0]) < 77:  # pip does not check it with --no-build-isolation
+    if int(setuptools.__version__.partition(".")[0]) < 77:  # --no-build-isolation skips pip's check
         raise ImportError
     from setuptools.command.bdist_wheel import bdist_wheel
 except ImportError:
@@ -39,7 +39,8 @@ try:
     import torch
     from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths, library_paths
 except ImportError:
-    # No build requirement: pip would fetch gigabytes of CUDA for headers, of another torch than will be used.
+    # torch is not a build requirement. pip would download gigabytes of CUDA to get the headers, and of
+    # another torch than the one that will be used.
     sys.exit(
         "fp4_ops is built with the headers of the torch that it will run with, and this environment has no "
         "torch. Install torch 2.11 to 2.15 first, then repeat the command with --no-build-isolation."
@@ -67,13 +68,13 @@ ISA_FLAGS = {
     "avx512": AVX512,
     "avx512_bf16": [*AVX512, "-mavx512bf16"],
     "amx_bf16": AVX512,  # its tile instructions are written in assembly
-    "neon": [],  # what every aarch64 has
+    "neon": [],  # every aarch64 processor has it
     "neon_dotprod": ["-march=armv8.2-a+dotprod"],
     "neon_i8mm": ["-march=armv8.2-a+dotprod+i8mm"],
     "neon_bf16": ["-march=armv8.2-a+bf16"],
 }
 
-# What the build is for: this machine, or another one that release/wheels.py names.
+# The platform of the build: this machine, or another one that release/wheels.py names.
 PLATFORM = sysconfig.get_platform()
 MACHINE = PLATFORM.rpartition("-")[2]
 X86, ARM = MACHINE in ("x86_64", "amd64"), MACHINE == "aarch64"
@@ -86,7 +87,7 @@ if not PLATFORM.startswith("linux-"):
 
 
 def isa_of(source: Path) -> str | None:
-    """The instruction set in a kernel file's name; None is the baseline of every machine."""
+    """Returns the instruction set in a kernel file's name. None is the baseline of every machine."""
     return next((name for name in ISA_FLAGS if source.stem.endswith(f"_{name}")), None)
 
 
@@ -99,9 +100,9 @@ def cpp_sources() -> list[str]:
     return [str(source) for source in found if is_built(isa_of(source))]
 
 
-# What FP4_CUDA_ARCHS may name, and nvcc's flag for each. SASS alone: drivers have been known to compile PTX
-# of an older GPU wrongly. wgmma and setmaxnreg exist for sm_90a alone; code of a family runs on 10.0 and
-# 10.3, and on 12.0 and 12.1. Code for 8.0 runs on all of 8.x.
+# The names that FP4_CUDA_ARCHS may contain, and nvcc's flag for each. Only SASS is built, because some
+# drivers compile PTX of an older GPU incorrectly. wgmma and setmaxnreg exist only for sm_90a. Code for family
+# 100f runs on 10.0 and 10.3, and code for 120f on 12.0 and 12.1. Code for 8.0 runs on all of 8.x.
 CUDA_ARCHS = {
     "80": "-gencode=arch=compute_80,code=sm_80",
     "86": "-gencode=arch=compute_86,code=sm_86",
@@ -115,7 +116,8 @@ OF_CAPABILITY |= {(10, 0): "100f", (10, 3): "100f", (12, 0): "120f", (12, 1): "1
 
 
 def cuda_archs(asked: str) -> list[str]:
-    """The keys of `CUDA_ARCHS` that a text names, also as 8.6, sm_86, 90 or 12.1, or all of them."""
+    """Returns the keys of `CUDA_ARCHS` that a text names. Forms such as 8.6, sm_86, 90 or 12.1 are allowed,
+    and "all"."""
     found, unknown = [], []
     capabilities = {f"{major}{minor}": arch for (major, minor), arch in OF_CAPABILITY.items()}
     for word in re.split(r"[\s,;]+", asked.strip()) if asked.strip() else []:
@@ -151,10 +153,11 @@ def archs_here() -> list[str]:
     return [arch for capability, arch in OF_CAPABILITY.items() if capability in found]
 
 
-# Without unique symbols: static data of templates would be one for all libraries that a process loads.
+# Without unique symbols. Otherwise all libraries that a process loads would share the static data of
+# templates.
 NVCC_FLAGS = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fno-gnu-unique"]
 
-# Any GPU with NVLink runs these: there is machine code for Hopper, and PTX for others.
+# Any GPU with NVLink can run these kernels. There is machine code for Hopper, and PTX for other GPUs.
 NVLINK_FLAGS = [
     "-gencode=arch=compute_80,code=compute_80",
     "-gencode=arch=compute_90,code=[sm_90,compute_90]",
@@ -205,7 +208,7 @@ OLDEST_NVCC, OLDEST_NVCC_OF_FAMILIES = (12, 8), (12, 9)  # the second knows 100f
 
 
 def find_nvcc(archs: Sequence[str]) -> tuple[str | None, str]:
-    """An nvcc that can build the kernels, or why there is none."""
+    """Returns an nvcc that can build the kernels, or None and the reason."""
     oldest = OLDEST_NVCC_OF_FAMILIES if any(arch.endswith("f") for arch in archs) else OLDEST_NVCC
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     found = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
@@ -227,7 +230,7 @@ def is_newer(made: Path, *sources: Path) -> bool:
 def generated_headers() -> list[Path]:
     """Writes the headers that C++ shares with Python to build/. A file is written only if it changed."""
     root = Path(__file__).parent
-    sys.path[:0] = [str(root / "fp4_ops"), str(root / "csrc")]  # for meta.formats, without importing fp4_ops
+    sys.path[:0] = [str(root / "fp4_ops"), str(root / "csrc")]  # to import meta.formats without fp4_ops
     from generate import constants, operator_checks, tables
 
     headers = {
@@ -249,7 +252,7 @@ INCLUDE_DIRS = [str(BUILD.parent / "csrc"), str(BUILD)]
 CXX_FLAGS = [
     "-O3",
     "-std=c++20",
-    "-g0",  # whatever flags Python itself was built with
+    "-g0",  # overrides the flags of Python's own build
     "-Wall",
     "-Wno-unknown-pragmas",
     "-fvisibility=hidden",
@@ -258,7 +261,7 @@ CXX_FLAGS = [
 
 
 def compile_if_older(made: Path, sources: Sequence[Path], compile_to: Callable[[str], object]) -> None:
-    """Makes a file under a temporary name first, so that half a file is never taken for a whole one."""
+    """Makes the file under a temporary name first, so that an incomplete file is never used."""
     if not is_newer(made, *sources):
         part = made.with_suffix(f".part{made.suffix}")
         compile_to(str(part))
@@ -268,7 +271,8 @@ def compile_if_older(made: Path, sources: Sequence[Path], compile_to: Callable[[
 def compile_all(
     command: Sequence[str], sources: Sequence[Path], headers: Sequence[Path], folder: Path
 ) -> list[str]:
-    """Compiles sources in parallel and returns the objects. One at a time would take minutes."""
+    """Compiles sources in parallel and returns the objects. Without parallel compilation this would take
+    minutes."""
     folder.mkdir(parents=True, exist_ok=True)
     objects = [folder / f"{source.stem}.o" for source in sources]
 
@@ -296,7 +300,8 @@ def compiler() -> list[str]:
 class Build(BuildExtension):
     """Adds the flags of `ISA_FLAGS` to the sources whose name ends in that instruction set, and runs nvcc.
 
-    Objects stay in build/, where an editable build and one of a wheel both find them: they take minutes.
+    Objects stay in build/, because they take minutes. An editable build and a build of a wheel both find them
+    there.
     """
 
     def build_extensions(self) -> None:
@@ -316,7 +321,7 @@ class Build(BuildExtension):
             sources, output_dir=None, macros=None, include_dirs=None, debug=0, extra_preargs=None,
             extra_postargs=None, depends=None,
         ):  # fmt: skip
-            """Compiles as distutils does, which compiles one source at a time."""
+            """Compiles in the same way as distutils, but several sources at a time."""
             macros, objects, extra, pp_opts, build = self.compiler._setup_compile(
                 output_dir, macros, include_dirs, sources, depends, extra_postargs
             )
@@ -369,7 +374,8 @@ class Build(BuildExtension):
         if is_newer(target, *sources, *headers):
             return
         objects = compile_all(compiler(), sources, headers, Path("build/cuda"))
-        # By way of libtorch a CUDA build's libtorch_cuda is found; a CPU build has none, and loads this too.
+        # With a CUDA build of torch, libtorch_cuda is found through libtorch. A CPU build has no
+        # libtorch_cuda, and can also load this library.
         libraries = [*(f"-L{folder}" for folder in library_paths()), "-Wl,--no-as-needed", "-ltorch"]
         libraries += ["-ltorch_cpu", "-lc10", "-ldl"]
         subprocess.run([compiler()[0], "-shared", *objects, *libraries, "-o", str(target)], check=True)
@@ -396,7 +402,8 @@ class Build(BuildExtension):
     def _build_kernels(self, library: KernelLibrary, folder: Path) -> None:
         target, made = folder / f"_{library.name}.so", Path("build", library.name)
         asked, cross, record = archs_asked(), platform.machine() != MACHINE, made / "archs"
-        # What was built before is kept, and kept up to date: newer Python must not call older kernels.
+        # A library that was built before is kept up to date, because newer Python code must not call older
+        # kernels.
         before = record.read_text().split() if record.exists() and target.exists() else []
         if target.exists() and not before:
             before = list(library.archs)
@@ -425,7 +432,8 @@ class Build(BuildExtension):
 
 
 DEVELOPMENT = "fp4_ops.dev"
-"""For tests, benchmarks and tools, with a module for one version of Python (release/dev_module.py)."""
+"""A package for tests, benchmarks and tools. Its module works with one version of Python
+(release/dev_module.py)."""
 
 
 class AnyPythonWheel(bdist_wheel):

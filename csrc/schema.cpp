@@ -53,10 +53,10 @@ STABLE_TORCH_LIBRARY(fp4, m) {
       "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "
       "Tensor? w13_bias=None, Tensor? w2_bias=None, *, str format, str layout='plain', "
       "str activation='silu', str a_format='none', ScalarType? out_dtype=None) -> Tensor");
-  // `moe` over weights in host memory that the GPU reads, with room on the GPU for `slots` of the experts.
-  // `slots` uint8 is that room (meta/slot_checks.py says how it is divided), and `state` int32 [E + S + 3]
-  // says which experts it holds. Both are a memo of the weights: they decide how long a call takes, never its
-  // result.
+  // `moe` with weights in host memory, which the GPU can read, and with GPU memory for some experts. `slots`
+  // uint8 is this memory (meta/slot_checks.py defines how it is divided), and `state` int32 [E + S + 3] says
+  // which experts it holds. Both only cache the weights: they have an effect on the time of a call, but never
+  // on its result.
   m.def(
       "moe_slots(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
       "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "

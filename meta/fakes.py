@@ -1,7 +1,7 @@
 """Registers one fake kernel for each schema of csrc/schema.cpp, in the same order.
 
-A fake kernel checks its arguments, then gives shape and dtype. All outputs are contiguous. `fp4_ops` imports
-this module after it loads the schemas.
+A fake kernel checks its arguments, then returns tensors of the right shape and dtype. All outputs are
+contiguous. `fp4_ops` imports this module after it loads the schemas.
 """
 
 from __future__ import annotations

@@ -68,10 +68,10 @@ FORMATS = {
 FORMAT_NAMES = tuple(sorted(FORMATS))
 
 SMALLEST_SIDE = 32
-"""The least N and K of a matrix that a model's experts get in 4 bits: one block of mxfp4.
+"""The smallest N and K of experts' matrices that are put into 4 bits: one block of mxfp4.
 
-A narrower matrix, such as an adapter of rank 8 (LoRA), has few bytes, and all of its error enters what was
-trained. The operators take any size."""
+A narrower matrix, such as an adapter of rank 8 (LoRA), has few bytes, and its whole error would affect the
+trained weights. The operators take any size."""
 
 FP4_FORMATS = tuple(f.name for f in FORMATS.values() if f.element == "e2m1")
 """Formats that activations may have, too."""
@@ -128,14 +128,14 @@ ACTIVATIONS = {
         Activation("situ_interleaved", "situ", interleaved=True, caps=(4.0, 25.0)),
     )
 }
-"""Activations by name. One with a gate and without caps may get another limit, `silu(limit=10)`; see
-`find_activation`."""
+"""Activations by name. An activation with a gate and without caps may have another limit, as in
+`silu(limit=10)`; see `find_activation`."""
 
 ACTIVATION_NAMES = tuple(sorted(ACTIVATIONS))
 
 _LIMITED = re.compile(r"(\w+)\(limit=(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\)", re.ASCII)
 LIMITS = 1e-30, 1e30
-"""Least and greatest limit. float32 holds both."""
+"""The smallest and the largest limit. float32 can represent both."""
 
 
 @functools.cache
@@ -175,7 +175,7 @@ A_FORMATS = ("none", "auto", "int8", "fp8", *FP4_FORMATS)
 
 "int8" on a GPU (layout mma_bf16) has blocks of 128 and is used only for many tokens: docs/operators.md.
 
-"auto" is the fastest way of the device: int8 on a CPU; on Hopper none for few tokens and fp8 for many.
+"auto" is the fastest way on the device: int8 on a CPU; on Hopper "none" for few tokens and "fp8" for many.
 
 "nvfp4" gives every row its own global scale, so that a token's result does not depend on its batch.
 """

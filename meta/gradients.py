@@ -3,7 +3,7 @@
 fp4_ops/runtime/input_gradients.py gives the inputs of `moe` a gradient, if the user asks for it.
 
 - Reverse mode: a call with a tensor that requires a gradient works; `backward` raises.
-- `torch.func.grad`, `vjp`, `jacrev`: the call raises, because torch asks at no later time.
+- `torch.func.grad`, `vjp`, `jacrev`: the call raises, because torch asks for the gradient at no later time.
 - Forward mode (`torch.func.jvp`, `jacfwd`, dual tensors): the call raises, because a result without a tangent
   would mean a derivative of zero.
 

@@ -23,8 +23,8 @@ shape of `sm90`. block_scale is float32 [..., N, Kp/block] with its values in th
 times the largest of them lies between 224 and 448, the largest e4m3. csrc/cpu/sm90_layout.h has the bits.
 
 `tile16_invariant`, `sm90_invariant`, `mma_bf16_invariant`, `sm90_int4_invariant`: the bytes of the layout
-without `_invariant`. The name tells the kernels that a row's bits must not depend on the other rows of a
-call, so they take one order of sums for any number of rows (docs/operators.md).
+without `_invariant`. The name tells the kernels that the bits of a row must not depend on the other rows of a
+call. So they sum in one order for any number of rows (docs/operators.md).
 """
 
 from __future__ import annotations
@@ -266,15 +266,16 @@ def preferred_layout(
 ) -> str:
     """Returns the layout that the device's kernels read fastest, among those that hold all weights (N, K).
 
-    `dtype`: of the activations, `format`: of the weights; None if it is not known. `a_format` says how
-    activations will be quantised before each product, as in `fp4::moe`. `batch_invariant`: choose among the
-    layouts whose kernels are batch invariant; raises ValueError if the device has none. Weights on the meta
-    device get layout plain, because they will be moved to another device.
+    `dtype` is the dtype of the activations, and `format` the format of the weights. Each is None if it is not
+    known. `a_format` says how activations will be quantised before each product, as in `fp4::moe`.
+    `batch_invariant`: choose among the layouts whose kernels are batch invariant; raises ValueError if the
+    device has none. Weights on the meta device get layout plain, because they will be moved to another
+    device.
     """
     if batch_invariant:
         if device_type == "meta":
             return "plain"
-        if a_format == "auto":  # rows are exact, unless the kernels of these weights read only fp8
+        if a_format == "auto":  # rows stay unquantised, unless the kernels read only fp8
             a_format = "auto" if format in INT4_FORMATS and device_type != "cpu" else "none"
     elif device_type in _plain and _plain[device_type](format, a_format):
         return "plain"

@@ -1,5 +1,5 @@
-"""Checks the arguments of `moe_slots`, and says how the room for slots is divided. csrc/cuda/slots.cpp has
-the same."""
+"""Checks the arguments of `moe_slots`, and defines how the memory of the slots is divided.
+csrc/cuda/slots.cpp has the same."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from .check_parts import check, check_device, check_dtype
 from .operand_checks import Experts
 
 COUNTERS = 3
-"""Counters at the end of `state`: calls, experts that they wanted, experts that had to be fetched."""
+"""The number of counters at the end of `state`: calls, experts that the calls used, and experts that had to
+be fetched."""
 MOST_EXPERTS = 1024
-"""Experts and slots that the kernel which plans a call has threads for."""
+"""The largest number of experts, and of slots. The kernel that plans a call has a thread for each."""
 ALIGN = 256
-"""The part of each tensor in `slots` begins at a multiple of so many bytes."""
+"""The part of each tensor in `slots` begins at a multiple of this number of bytes."""
 
 Weights = Sequence[torch.Tensor | None]
 
 
 def slot_bytes(weights: Weights, count: int) -> int:
-    """Returns the bytes that `slots` must have for so many experts. For each of the weights and biases of
-    `moe`, in its arguments' order, there is [count, ...] of it, one after the other."""
+    """Returns the bytes that `slots` needs for `count` experts. It has a part [count, ...] for each of the
+    weights and biases of `moe`, in the order of the arguments."""
     sizes = (count * math.prod(w.shape[1:]) * w.dtype.itemsize for w in weights if w is not None)
     return sum(-(-size // ALIGN) * ALIGN for size in sizes)
 

@@ -1,7 +1,7 @@
 """The private parts of torch that this package uses. No other file names them; dynamo/api.py has Dynamo's.
 
-torch 2.11 to 2.15 have all of them, and have no public name for any. A name of `_LATE` is imported when it is
-first used: importing Inductor or torch.distributed takes seconds.
+torch 2.11 to 2.15 have all of them, and none of them has a public name. A name of `_LATE` is imported when it
+is first used, because importing Inductor or torch.distributed takes seconds.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _LATE = {
     "resolve_process_group": ("distributed.distributed_c10d", "_resolve_process_group"),
     "symmetric_memory": ("distributed._symmetric_memory", None),
 }
-"""Names, each with its module of torch and its name there. None: the module itself."""
+"""Maps each name to a module of torch and the name there. None means the module itself."""
 
 
 def __getattr__(name: str) -> object:
@@ -83,7 +83,8 @@ def __getattr__(name: str) -> object:
 BelowAutograd = torch._C._AutoDispatchBelowAutograd
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 no_torch_function = torch._C._disabled_torch_function_impl
-"""As `__torch_function__` of a tensor subclass: torch's functions then run no Python for it."""
+"""A value for `__torch_function__` of a tensor subclass. torch's functions then run no Python code for the
+class."""
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 asks_for_gradient = torch._C._any_requires_grad
 in_functorch = torch._C._are_functorch_transforms_active
@@ -103,7 +104,7 @@ def current_raw_stream(device: int) -> int:
 
 
 def without_functionalization() -> AbstractContextManager[object]:
-    """Keep C++'s functionalisation out while FunctionalTensorMode does its work."""
+    """Turn C++'s functionalisation off while FunctionalTensorMode works."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
     return torch._C._ExcludeDispatchKeyGuard(keys)
 
@@ -131,7 +132,7 @@ torchscript_trace = torch._C._get_tracing_state
 
 
 def without_recording(step: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Return step(), a constant in the trace that TorchScript is recording."""
+    """Return step(). TorchScript records the result as a constant."""
     recording = torchscript_trace()
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
@@ -140,7 +141,7 @@ def without_recording(step: Callable[[], torch.Tensor]) -> torch.Tensor:
         torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
 
 
-# --- functions that stand in Dynamo's graphs ---
+# --- functions that Dynamo's graphs call ---
 
 assert_async = torch._assert_async
 enter_autocast = torch.amp.autocast_mode._enter_autocast
@@ -152,7 +153,8 @@ leave_functorch_levels = torch._C._functorch.pop_dynamic_layer_stack_and_undo_to
 
 
 def below_functorch(t: torch.Tensor) -> torch.Tensor:
-    """Return the tensor that vmap and the like have wrapped. It has the memory; the wrapper has none."""
+    """Return the tensor inside the wrappers of vmap and similar functions. It has the memory; the wrappers
+    have none."""
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
     return t
@@ -163,7 +165,7 @@ side_effects = frozenset(_side_effectful_functions)
 
 
 def einsum_in_order(equation: str, operands: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """Return torch.einsum's result from left to right: without the order that opt_einsum finds."""
+    """Return the result of torch.einsum with products from left to right, without opt_einsum's order."""
     return cast(torch.Tensor, torch._VF.einsum(equation, operands))  # type: ignore[attr-defined]
 
 
@@ -171,7 +173,7 @@ def einsum_in_order(equation: str, operands: tuple[torch.Tensor, ...]) -> torch.
 
 
 def is_precompiling() -> bool:
-    """Return whether what torch compiles now is to be saved, and loaded in another process."""
+    """Return whether torch compiles code that will be saved and loaded in another process."""
     config: Any = importlib.import_module("torch._functorch.config")
     return bool(getattr(config, "bundled_autograd_cache", False))
 

@@ -1,8 +1,8 @@
-// The argument checks of every operator, for the C++ kernels. Those of meta/checks.py are written into
-// build/operator_checks.h, which this file includes. This file has the parts that they use, as
-// meta/check_parts.py has them for Python. A failed check throws std::runtime_error, which reaches Python as
-// a RuntimeError (common/boxed.h) with this message and nothing else. STD_TORCH_CHECK would add this file's
-// path in front of it.
+// The argument checks of every operator, for the C++ kernels. The checks of meta/checks.py are translated
+// into build/operator_checks.h, which this file includes. This file has the functions that they use;
+// meta/check_parts.py has the same functions for Python. A failed check throws std::runtime_error, which
+// reaches Python as a RuntimeError (common/boxed.h) with this message and nothing else. STD_TORCH_CHECK would
+// add this file's path in front of it.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -22,8 +22,8 @@ inline uint16_t float_to_bf16(float v) {
 inline float f16_to_float(uint16_t v) {
   const uint32_t sign = uint32_t(v & 0x8000) << 16;
   const uint32_t magnitude = uint32_t(v & 0x7fff) << 13;
-  // Changes the exponent bias from 15 to 127. No step has a float32 subnormal, which torch.set_flush_denormal
-  // would make zero.
+  // Changes the exponent bias from 15 to 127. No intermediate value is a float32 subnormal, which
+  // torch.set_flush_denormal would change to zero.
   const float subnormal = std::bit_cast<float>(magnitude + (113u << 23)) - 0x1p-14f;
   const uint32_t finite =
       magnitude < (1u << 23) ? std::bit_cast<uint32_t>(subnormal) : magnitude + (112u << 23);
@@ -45,7 +45,7 @@ inline uint16_t float_to_f16(float v) {
   return uint16_t(sign | (rounded >> 13));
 }
 
-// The value of an e4m3 code below 0x7f. No step has a float32 subnormal, as in f16_to_float.
+// The value of an e4m3 code below 0x7f. No intermediate value is a float32 subnormal, as in f16_to_float.
 inline float e4m3_magnitude(uint32_t code) {
   const float normal = std::bit_cast<float>((code << 20) + (120u << 23));
   const float subnormal = std::bit_cast<float>((code << 20) + (121u << 23)) - 0x1p-6f;

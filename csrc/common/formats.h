@@ -61,7 +61,7 @@ struct Layout {
   Dtypes a_dtypes;                        // dtypes of such activations; empty: all
   std::string_view a_layout;              // the order of fp8 activations: the `layout` of quantize_fp8
   bool native;                            // only the native CUDA kernels read it
-  bool batch_invariant;                   // its kernels sum a row in one order, whatever rows are beside it
+  bool batch_invariant;                   // its kernels sum a row in one order, whatever the other rows are
 
   int64_t padded(int64_t k) const { return (k + k_padding - 1) / k_padding * k_padding; }
 

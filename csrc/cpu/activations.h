@@ -41,8 +41,8 @@ struct Pieces {
   int64_t end(int64_t piece) const { return std::min(k, begin(piece) + size); }
 };
 
-// Activation rows [rows, k] in the order of the panel kernels, once `fill` has run. `fill` reads the caller's
-// tensors, which must live until then.
+// Activation rows [rows, k] in the order of the panel kernels. They are valid after `fill` has run. `fill`
+// reads the caller's tensors, which must live until then.
 struct Activations {
   RowKind kind;
   const uint8_t* data;
@@ -59,7 +59,8 @@ Activations prepare_float(const void* x, DType dtype, int64_t rows, int64_t k);
 Activations prepare_floating(const void* x, DType dtype, int64_t rows, int64_t k);
 // `weight`: the type of the block scales of the weight.
 Activations prepare_int8(const int8_t* codes, const float* scales, int64_t rows, int64_t k, Scale weight);
-// Converts int8 codes to float32, for products whose cuts along K the int8 kernels cannot make.
+// Converts int8 codes to float32, for products that are cut along K at places that the int8 kernels do not
+// support.
 Activations prepare_int8_as_float(const int8_t* codes, const float* scales, int64_t rows, int64_t k);
 // e4m3 codes with one scale a row.
 Activations prepare_fp8(const uint8_t* codes, const float* scales, int64_t rows, int64_t k);

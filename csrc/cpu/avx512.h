@@ -39,8 +39,9 @@ inline __m512 load_scales(const uint8_t* p) {
   }
 }
 
-// Chains of additions of a row in a block of K, the same for any number of rows: a row's sums then have one
-// order. One row hardly waits for them, since the processor works on the next blocks meanwhile.
+// The number of chains of additions for a row in a block of K. It is the same for any number of rows, so that
+// the sums of a row have one order. A single row hardly waits for its chains, because the processor works on
+// the next blocks in the meantime.
 constexpr int kFloatChains = 1, kBf16Chains = 2;
 
 // For each row: sum += b_scale * (the chains of a block, added up).

@@ -56,7 +56,7 @@ struct Bf16Kernels {
 // How activation rows are stored: see the table above.
 enum class RowKind : uint8_t { floating, int8, bf16 };
 
-// The fewest rows an expert must have for a kernel, by kind of row. 0 means never.
+// The smallest number of rows of an expert for which a kernel is used, by kind of row. 0 means never.
 struct MinRows {
   int64_t floating, int8, bf16;
 

@@ -24,7 +24,7 @@ namespace {
 
 constexpr int kStep = 32;                      // k of one tile
 constexpr int kSums = kTileRows * kPanelRows;  // floats in one tile of sums
-// The number of stored tiles of sums that wait for their scales.
+// The largest number of stored tiles of sums that wait for their scales.
 constexpr int64_t kScratch = fitted::amx_bf16::waiting_sums;
 
 int64_t planes_of(RowKind kind) { return kind == RowKind::floating ? 3 : 1; }

@@ -143,7 +143,7 @@ STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
   m.impl("quantize_fp8", FP4_BOX(quantize_fp8));
 }
 
-// These take no tensor, so no backend's dispatch key would lead here.
+// These take no tensor, so no tensor's dispatch key selects a kernel.
 STABLE_TORCH_LIBRARY_IMPL(fp4, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", FP4_BOX(cpu_capability));
   m.impl("cpu_threads", FP4_BOX(cpu_threads));

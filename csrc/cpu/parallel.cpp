@@ -20,8 +20,8 @@
 namespace fp4::cpu {
 namespace {
 
-// A thread's share of a phase has this many parts, so that others can take parts of a thread that is late:
-// processors of a virtual machine may run at half the speed of others for a while.
+// A thread's share of a phase has this number of parts, so that other threads can take parts of a slow
+// thread. Processors of a virtual machine may run at half the speed of others for a while.
 constexpr int64_t kParts = fitted::threads::parts_of_share;
 
 // The processor time that the container may use, in processors, or 0 without a limit. Tries cgroup v2, then

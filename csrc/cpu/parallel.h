@@ -21,7 +21,7 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain,
                   const std::function<void(int64_t begin, int64_t end)>& body);
 
 // torch.get_num_threads(), but no more than the processors that this process may use: its affinity and the
-// quota of its container. More threads than that wait for each other.
+// quota of its container. More threads would wait for each other.
 int64_t num_threads();
 
 // Runs the phases one after another, each with up to num_threads() threads. If a part throws, this throws the

@@ -73,7 +73,8 @@ inline void quantize_fp4_as(const void* x, int64_t k, float global_scale, uint8_
           scale == Scale::e4m3 ? e4m3_code(amax[b] / kE2m1Max / global_scale) : e8m0_code(amax[b]);
       const float value = scale == Scale::e4m3 ? e4m3_magnitude(code) * global_scale
                                                : std::bit_cast<float>(code == 0 ? 0x00400000u : code << 23);
-      // Division by infinity gives a zero with the value's sign: the codes of a block whose scale is zero.
+      // If the scale of a block is zero, the step is infinity. Division by infinity gives zeros with the
+      // values' signs.
       step[b] = value == 0.f ? std::numeric_limits<float>::infinity() : value;
       if (b < count) scales[b0 + b] = uint8_t(code);
     }

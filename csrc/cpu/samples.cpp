@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t kRun = 64;                                       // the most bytes of one run
-constexpr int64_t kAhead = fp4::cpu::fitted::samples::runs_ahead;  // runs asked for before they are read:
+constexpr int64_t kAhead = fp4::cpu::fitted::samples::runs_ahead;  // runs prefetched before they are read:
                                                                    // each may be a miss of every cache
 constexpr int64_t kRunsPerThread = fp4::cpu::fitted::samples::runs_per_thread;
 

@@ -138,8 +138,7 @@ BlockPlan make_plan(const Block& block, const Gpu& gpu) {
   return plan;
 }
 
-// A cache of decisions. It is cleared when it is full, for the sake of processes that never stop to bring new
-// sizes.
+// A cache of decisions. It is cleared when it is full, because some processes always use new sizes.
 template <size_t n, class Value>
 class Decided {
  public:

@@ -55,10 +55,10 @@ struct BlockPlan {
 ProductPlan plan(const Product& product, Kernel kernel, const Gpu& gpu);
 BlockPlan plan(const Block& block, const Gpu& gpu);
 
-// The inputs of the cost models, from which their constants are fitted. decode: weights that are read; passes
-// over K; values of rows beyond an expert's first. prefill: the time that the kernels' own model predicts; 1
-// if multiprocessors share tiles; 16-bit values that are put in order. decode_work is empty if decode cannot
-// run.
+// The inputs of the cost models, to which their constants are fitted. For decode: the number of weights that
+// are read, of passes over K, and of values in rows after the first row of each expert. For prefill: the time
+// that the kernels' own model predicts, 1 if multiprocessors share tiles, and the number of 16-bit values
+// that are reordered. decode_work is empty if decode cannot run.
 struct DecodeWork {
   double weights, passes, values;
 };
@@ -94,7 +94,7 @@ inline bool prefill_takes(Routing routing) {
 }
 device::RowMode row_mode(Routing routing);
 
-// For tests and measurements: overrules the models. kDecode: decode wherever it can run. kGemv: gemv or
+// For tests and measurements: overrides the models. kDecode: decode wherever it can run. kGemv: gemv or
 // decode wherever they can run. kPrefill: always prefill.
 enum class Only : int { kAny, kDecode, kGemv, kPrefill };
 void set_only(Only only);

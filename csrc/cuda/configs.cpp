@@ -23,14 +23,14 @@ int DecodeConfig::shared_bytes() const {
   return whole_kilobytes(sizeof(DecodeShared)) + decode_bytes(*this, ids);
 }
 
-// Rates a split: the share of warps that have work, less a quarter for each pass after the first.
+// Rates a split: the share of warps that have work, minus a quarter for each pass after the first.
 double DecodeConfig::value(int kp) const {
   const int warps = k_warps * row_warps,
             most = warps <= kFewComputeWarps ? kFewComputeWarps : kManyComputeWarps;
   return double(ceil_div(kp, kSliceK)) / (passes * k_warps) * warps / most - (passes - 1) / 4.0;
 }
 
-// Returns the split with one row warp less, if all schedulers then have the same number of warps.
+// Returns the split with one row warp fewer, if all schedulers then have the same number of warps.
 DecodeConfig DecodeConfig::balanced() const {
   const int uneven = k_warps * row_warps % kSchedulers;
   return {k_warps, uneven > 0 && uneven == k_warps ? row_warps - 1 : row_warps, passes, ring, ids};

@@ -1,5 +1,5 @@
-// Divides a product of decode and gemv among warps, and tells whether they can run it. Needs neither torch
-// nor CUDA.
+// Divides a product among the warps of decode or gemv, and decides whether they can run it. Needs neither
+// torch nor CUDA.
 #pragma once
 
 #include <optional>

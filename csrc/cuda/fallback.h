@@ -1,5 +1,5 @@
-// Calls the Python operator where this GPU or layout has no native kernel. fp4_ops registers these operators
-// as `fp4_python::NAME`, with the schemas of `fp4::NAME` (fp4_ops/backends/operators.py).
+// Calls the Python operator if this GPU or layout has no native kernel. fp4_ops registers these operators as
+// `fp4_python::NAME`, with the schemas of `fp4::NAME` (fp4_ops/backends/operators.py).
 #pragma once
 
 #include <string>

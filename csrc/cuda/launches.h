@@ -70,8 +70,8 @@ void run_gemv(const Here& here, const GemvConfig& config, const Rows& x, const W
               const Route& route, const ProductArguments& arguments, const Tensor& out,
               const Tensor* topk_weights = nullptr);
 
-// x is sorted by expert, masked or dense. If masked, `rows` counts those of one group. `early`: of what this
-// kernel reads, the kernel launched before makes at most x and its factors.
+// x is sorted by expert, masked or dense. If masked, `rows` counts those of one group. `early`: the kernel
+// launched before may make x and its factors, but nothing else that this kernel reads.
 void run_prefill(const Here& here, const Rows& x, const WeightOperand& w, const Route& route,
                  const ProductArguments& arguments, const Tensor& out);
 

@@ -104,8 +104,8 @@ void multiply(const Here& here, const Rows& x, const WeightOperand& w, const Rou
       break;
   }
   const bool in_order = dtype != ScalarType::Float8_e4m3fn && !w.bf16;
-  // If `ordered` puts the rows in order, the kernels before prefill make only x and its factors. (If the rows
-  // had a factor, the last one multiplies by it.) So weights need not wait (`early`).
+  // If `ordered` reorders the rows, the kernels before prefill make only x and its factors. (If the rows had
+  // a factor, the last of these kernels multiplies by it.) So loads of weights need not wait (`early`).
   run_prefill(here, in_order ? ordered(here, x) : x, w, route, {.rows = per_group, .early = in_order}, out);
 }
 

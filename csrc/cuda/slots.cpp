@@ -1,9 +1,10 @@
-// `fp4::moe` over experts in memory of the host that the GPU reads, with slots on the GPU for those in use
-// (csrc/device/slots.cu). A call is a plan and, for each round, a fetch and the block over the slots, a
-// stacked weight of as many experts as there are slots.
+// Runs `fp4::moe` with experts in host memory, which the GPU can read, and with slots on the GPU for the
+// experts in use (csrc/device/slots.cu). A call makes a plan. In each round it then fetches experts and runs
+// the block over the slots, which form a stacked weight with an expert in each slot.
 //
-// `state` and `slots` are a memo between calls of one cache: what they hold decides how long a call takes,
-// never its result. Only this operator reads them, and calls of one cache come in the order of one stream.
+// `state` and `slots` cache weights between calls. Their contents have an effect on the time of a call, but
+// never on its result. Only this operator reads them, and all calls with one cache must be in the order of
+// one stream.
 #include <algorithm>
 #include <exception>
 
@@ -20,7 +21,7 @@ struct Plan {
   device::SlotPlan fields;
 };
 
-// `halves`: each round is two, of half the slots each.
+// `halves`: each round becomes two rounds, with half of the slots each.
 Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, int64_t slots, bool halves) {
   const int64_t experts = state.numel() - slots - device::kSlotCounters, pairs = topk_ids.numel();
   if (state.scalar_type() != ScalarType::Int || !state.is_contiguous() || experts < 1 || slots < 1)
@@ -50,10 +51,9 @@ Plan make_plan(const Here& here, const Tensor& topk_ids, const Tensor& state, in
   return plan;
 }
 
-constexpr int64_t kSlotAlign = 256;  // where the part of each tensor begins; as meta/slot_checks.py has it
+constexpr int64_t kSlotAlign = 256;  // alignment of each tensor's part, as in meta/slot_checks.py
 
-// The tensors [experts, ...] of the weights, and the same of the slots [count, ...], which lie one after the
-// other in `slots`.
+// The weights as tensors [experts, ...], and the slots as tensors [count, ...], one after another in `slots`.
 struct Cache {
   device::SlotParts parts;
   std::vector<Tensor> tensors;
@@ -91,15 +91,15 @@ Cache cache_of(const std::vector<Tensor>& host, const Tensor& slots, int64_t exp
   return cache;
 }
 
-// Copies the experts of a round into slots, by so many thread blocks.
+// Copies the experts of a round into slots, with `blocks` thread blocks.
 void fetch(const Here& here, const Plan& plan, const device::SlotParts& parts, int round, int blocks,
            void* stream) {
   check_launch(here.kernels().slots_fetch(&plan.fields, &parts, round, nullptr, blocks, stream),
                "fp4_kernel_slots_fetch");
 }
 
-// Returns the ids of a round's experts as slots, -1 for those of other rounds. So many thread blocks copy
-// them to the slots first; 0: they are there.
+// Returns for each id the slot of its expert, or -1 if the expert belongs to another round. First, `blocks`
+// thread blocks copy the experts to the slots; 0: they are already there.
 Tensor assign(const Here& here, const Plan& plan, const device::SlotParts& parts, int round, int blocks) {
   const Tensor ids = here.empty({plan.ids.size(0), plan.ids.size(1)}, ScalarType::Int);
   check_launch(here.kernels().slots_fetch(&plan.fields, &parts, round, mutable_pointer<int>(ids), blocks,
@@ -108,9 +108,9 @@ Tensor assign(const Here& here, const Plan& plan, const device::SlotParts& parts
   return ids;
 }
 
-// Leaves the cache usable if a round fails, for lack of memory say: the state names what the slots hold after
-// all rounds, and those that did not run fetched nothing. So all experts count as missing. A fetch on the
-// side stream ends before the plan that it reads is freed.
+// Keeps the cache valid if a round fails, for example because memory is full. The state describes the slots
+// after all rounds, but rounds that did not run have fetched nothing. So all experts are marked as missing. A
+// fetch on the side stream ends before the plan that it reads is freed.
 class Unfinished {
  public:
   Unfinished(const Here& here, const Tensor& state, int64_t experts)
@@ -123,7 +123,7 @@ class Unfinished {
       Tensor state = state_;
       Tensor slot_of = torch::stable::narrow(state, 0, 0, experts_);
       torch::stable::fill_(slot_of, -1.0);
-    } catch (...) {  // the first error is the one to tell
+    } catch (...) {  // the first error is reported
     }
   }
   mutable bool forked = false;
@@ -135,12 +135,15 @@ class Unfinished {
   int exceptions_;
 };
 
-// With at least so many rows an expert, what the next round fetches overlaps the product of this one.
+// With at least this number of rows per expert, the fetch of the next round overlaps the product of this
+// round.
 constexpr int64_t kRowsToOverlap = 8;
-// Thread blocks that fetch beside a product. They fill the link, and leave it most multiprocessors.
+// The number of thread blocks that fetch while a product runs. They use the whole link, and leave most
+// multiprocessors to the product.
 constexpr int kBlocksBeside = 16;
-// Rows, one for each (token, slot), that a product gets at once. More tokens are multiplied in parts, so that
-// a long prompt needs little memory; each round still fetches its experts once. models/memory_plan.py has it.
+// The largest number of rows, one for each (token, slot), in a product. More tokens are multiplied in parts,
+// so that a long prompt needs little memory. Each round still fetches its experts once. models/memory_plan.py
+// has the same number.
 constexpr int64_t kMostRows = 16384;
 
 Tensor part_of(Tensor t, int64_t first, int64_t count) {
@@ -179,7 +182,7 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   OptionalTensor cached[std::size(all)];
   for (size_t i = 0, next = 0; i < std::size(all); ++i)
     if (all[i]) cached[i] = cache.tensors[next++];
-  // Runs the block for tokens from `first` on, by the kernels that the resident block would take.
+  // Runs the block for tokens from `first` on, with the same kernels as the resident block.
   const auto block = [&](bool combined, const Tensor& ids, int64_t first, std::optional<ScalarType> dtype) {
     return run_moe(combined, 0, experts, nullptr, part_of(x, first, ids.size(0)), ids,
                    part_of(topk_weights, first, ids.size(0)), *cached[0], *cached[1], cached[2], *cached[3],
@@ -193,7 +196,7 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   const Plan plan = make_plan(here, topk_ids, state, count, overlaps);
   const Unfinished unfinished(here, state, experts);
   const int rounds = plan.fields.rounds;
-  // Parts of equal size, so that one kind of kernel runs all.
+  // Parts have equal sizes, so that the same kind of kernel runs all of them.
   const int64_t tokens = x.size(0), top_k = topk_ids.size(1);
   const int64_t most = ceil_div(tokens, ceil_div(topk_ids.numel(), kMostRows));
   if (rounds == 1) return block(true, assign(here, plan, parts, 0, here.sms()), 0, dtype).out;
@@ -251,7 +254,7 @@ Tensor moe_slots(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_wei
   return out;
 }
 
-// The pieces, for tests and measurements.
+// The steps as operators, for tests and measurements.
 
 std::tuple<Tensor, Tensor> slots_plan(const Tensor& topk_ids, const Tensor& state, int64_t slots,
                                       bool halves) {

@@ -81,9 +81,9 @@ __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount
 constexpr float kQuotientLeast = 0x1p-64f;
 
 // Returns a / d for d >= 1, rounded to nearest (except in about one of 10^9 cases). `inverse` is 1 / d within
-// two ulps. The result is valid only if its magnitude is at least kQuotientLeast. (A NaN, if d overflows, is
-// not.) The compiler's own division takes the same steps, but it checks the range of every quotient
-// separately. Each check is a branch, across which the values of a thread cannot overlap.
+// two ulps. The result is valid only if its magnitude is at least kQuotientLeast. If d overflows, the result
+// is NaN, which is not valid. The compiler's own division has the same steps, but it checks the range of
+// every quotient with a branch. The computations of several values cannot overlap across a branch.
 __host__ __device__ __forceinline__ float quotient(float a, float d, float inverse) {
   inverse = fmaf(inverse, fmaf(-d, inverse, 1.f), inverse);
   const float q = a * inverse;

@@ -289,13 +289,14 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
   RowExperts experts;
   if (!p.early) wait_previous_kernel();
   experts.load(p);
-  if (!p.early) activations.load(p);  // before the weights: else they would queue behind these
-  // First assume that all rows have an expert: this is mostly true, and needs no wait for the routing.
+  if (!p.early) activations.load(p);  // before the weights, so that they arrive first
+  // First assume that all rows have an expert. This is usually true, and the warp need not wait for the
+  // routing.
   GemvShare share(p, p.rows);
   GemvPlace first = share.place(p, warp + kGemvWarps * lane);
   const int expert = experts.of_row(p);
   const uint32_t live = __ballot_sync(~0u, expert >= 0);
-  int row = lane;  // the lane-th one that has an expert
+  int row = lane;  // row number `lane` among the rows that have an expert
   if (__popc(live) < p.rows) {
     share = GemvShare(p, __popc(live));
     first = share.place(p, warp + kGemvWarps * lane);
@@ -304,8 +305,8 @@ __global__ void __launch_bounds__(kGemvThreads, 2) gemv_kernel(const __grid_cons
     row = lane < share.rows ? sh.lists[warp][lane] : 0;
   }
 
-  // Lane j describes the warp's j-th unit. `ats`: the number of its first 64-step among all those of the
-  // weights. `whats`: its slice, and from bit 8 on the column of its row.
+  // Lane j describes the warp's j-th unit. `ats` is the number of its first 64-step among all 64-steps of the
+  // weights. `whats` is its slice, and from bit 8 on the column of its row.
   const int units = share.units(p), k_steps = p.kp / 64;
   const int of_row = share.rows < p.rows ? __shfl_sync(~0u, row, first.number) : first.number;
   const int tile = __shfl_sync(~0u, expert, of_row) * (p.n / kTileRows) + first.n_tile;

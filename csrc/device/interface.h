@@ -37,10 +37,11 @@ enum class PrefillKernel : int {
   kInt8B32
 };
 
-// The form that a row gets. kSame: x's type, in plain order. kFp8: e4m3 with a scale for each row, in the
-// layout's order. kHalf: fp16 with a power of two for each row, in the layout's order (half_position in
-// e2m1_sm90.cuh). In a bfloat16 row this loses bits only of values below 2^-31 of its largest value. kInt8:
-// int8 with a scale for each kInt8Step columns, in the order of csrc/sm80/e2m1_to_int8.cuh.
+// The form to which a row is converted. kSame: x's type, in plain order. kFp8: e4m3 with a scale for each
+// row, in the layout's order. kHalf: fp16 with a power of two for each row, in the layout's order
+// (half_position in e2m1_sm90.cuh). In a bfloat16 row this loses bits only of values below 2^-31 of its
+// largest value. kInt8: int8 with a scale for each kInt8Step columns, in the order of
+// csrc/sm80/e2m1_to_int8.cuh.
 enum class Form : int { kSame, kFp8, kHalf, kInt8 };
 constexpr int kInt8Step = 128;
 
@@ -115,7 +116,7 @@ struct PrefillArguments {
   void* stream = nullptr;
 };
 
-// A cache of experts that lie in host memory (slots.cu). At most 1024 experts and 1024 slots.
+// A cache of experts that are in host memory (slots.cu). There are at most 1024 experts and 1024 slots.
 struct SlotPlan {
   const void* ids = nullptr;  // [pairs], int64 if `wide`, else int32; those of no expert are skipped
   bool wide = false;
@@ -127,7 +128,7 @@ struct SlotPlan {
   int* fetches = nullptr;  // [rounds, 1 + 2 slots], scratch: how many, and the (expert, slot) of each
   int* place = nullptr;    // [experts], scratch: round * slots + slot of those wanted, else -1
 };
-// Places among the counters: calls, experts that they wanted, experts that had to be fetched.
+// Indices of the counters: calls, experts that the calls used, and experts that had to be fetched.
 enum SlotCounter : int { kSlotClock, kSlotWanted, kSlotFetched, kSlotCounters };
 
 // One of the tensors that an expert consists of.

@@ -58,8 +58,8 @@ __device__ __forceinline__ int clamp_rows(int rows, int m) { return max(0, min(r
 __host__ __device__ __forceinline__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Returns a / b. Neither may be negative, and the quotient must be below 2^21. An estimate and a correction
-// take a third of the instructions of a division. Their number counts: the begin of a walk runs once, so its
-// time is that of fetching its instructions.
+// take a third of the instructions of a division. The number of instructions matters: the start of a walk
+// runs only once, so its time is the time to fetch its instructions.
 __host__ __device__ __forceinline__ int quotient(int a, int b) {
 #ifdef __CUDA_ARCH__
   const int estimate = __float2int_rz(__fdividef(static_cast<float>(a), static_cast<float>(b)));
@@ -73,8 +73,8 @@ __host__ __device__ __forceinline__ int quotient(int a, int b) {
 // How `blocks` (or clusters of them) share `tiles`, each of `steps` steps of K. The blocks take the first
 // `whole` tiles in turn. The other tiles, laid end to end, are cut into `parts` equal parts; block b takes
 // part parts - 1 - b. The block with a tile's first steps adds the sums of the later steps. It waits for
-// these only at its very end, while the others compute theirs at the begin of their parts. They are blocks
-// with lower indices, which the hardware starts no later. So a block never waits for one that has no
+// these only at its very end, while the other blocks compute them at the start of their parts. They are
+// blocks with lower indices, which the hardware starts no later. So a block never waits for one that has no
 // multiprocessor yet.
 struct Shares {
   // A part of a tile has at least kLeast steps. A tile has at most kMostParts parts, which have at least

@@ -96,7 +96,7 @@ __device__ __forceinline__ void named_barrier(int threads) {
 
 // ---- flags and counters in global memory ----
 
-// Stores a flag. Who reads it with load_acquire also sees all that this thread wrote before.
+// Stores a flag. A thread that reads it with load_acquire also sees everything that this thread wrote before.
 __device__ __forceinline__ void store_release(uint64_t* flag, uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flag), "l"(value) : "memory");
 }

@@ -1,10 +1,10 @@
-// Experts in host memory, with slots on the GPU for those in use. Which experts a call wants, which of them
-// have a slot, which slots the others get and what is copied there is decided on the GPU: the host reads
-// nothing, so CUDA graphs replay it with other routings.
+// Runs experts in host memory, with slots on the GPU for the experts in use. The GPU itself decides which
+// experts a call needs, which of them have a slot, and which slots the other experts are copied to. The host
+// reads nothing, so CUDA graphs can replay a call with other routings.
 //
-// Three kernels: `plan` (one thread block) reads the routing and the cache's state; `fetch` copies the
-// experts that lack a slot out of mapped memory of the host; `assign` turns experts' ids into slots' numbers.
-// A call that wants more experts than there are slots goes in rounds, each with a fetch, an assign and a
+// There are three kernels. `plan` (one thread block) reads the routing and the state of the cache. `fetch`
+// copies experts without a slot from mapped host memory. `assign` replaces experts' ids by slots' numbers. If
+// a call needs more experts than there are slots, it has several rounds, each with a fetch, an assign and a
 // product.
 #include <algorithm>
 #include <cstdint>
@@ -26,11 +26,11 @@ __device__ __forceinline__ int read_id(const SlotPlan& p, int pair) {
   return id >= 0 && id < p.experts ? int(id) : -1;
 }
 
-// The experts that are wanted come in an order: those with a slot first, then the others, each by number. A
-// round takes as many of that order as there are slots. In the first one, experts with a slot keep it and the
-// others get the slots whose experts were used longest ago, empty ones first, of equal age the lower number;
-// in later rounds an expert's place in the order decides. With `halves`, each of these is two rounds, of the
-// slots below slots / 2 and of the others.
+// The experts that a call needs are ordered: experts with a slot first, then the others, each by number. A
+// round takes the next experts of this order, one for each slot. In the first round, experts with a slot keep
+// it. The others get the slots whose experts were not used for the longest time: empty slots first, and for
+// equal ages the lower number. In later rounds, the position of an expert in the order gives its slot. With
+// `halves`, each round becomes two: one for the slots below slots / 2, and one for the other slots.
 __global__ void __launch_bounds__(kMostThreads) plan_kernel(const SlotPlan p, const bool halves) {
   __shared__ int wanted[kMostThreads];    // by expert
   __shared__ uint32_t age[kMostThreads];  // by slot; 0: its expert is wanted
@@ -230,7 +230,7 @@ cudaError_t find_side(Side*& side) {
   return error;
 }
 
-// `after` waits for what `before` has been given so far.
+// Makes `after` wait for the work that was given to `before` so far.
 cudaError_t order(cudaStream_t before, cudaStream_t after, cudaEvent_t event) {
   const cudaError_t error = cudaEventRecord(event, before);
   return error != cudaSuccess ? error : cudaStreamWaitEvent(after, event, 0);
@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kAssignThreads) assign_kernel(const SlotPlan p
   to[pair] = place >= 0 && place / p.slots == round ? place % p.slots : -1;
 }
 
-// Not `dependent`: what it writes belongs to the call before until that has ended.
+// Not `dependent`, because the call before uses the memory that this kernel writes until that call has ended.
 int launch_plan(const SlotPlan& plan, bool halves, void* stream) {
   const int most = std::max(plan.experts, plan.slots);
   if (most > kMostThreads || plan.slots < 1 || plan.rounds < 1) return cudaErrorInvalidValue;
@@ -266,16 +266,16 @@ extern "C" int fp4_kernel_slots_plan(const SlotPlan* plan, void* stream) {
   return launch_plan(*plan, false, stream);
 }
 
-// The same with twice as many rounds: of the slots below slots / 2, and of the others. So one half can be
-// filled while the other is multiplied.
+// The same with twice as many rounds: for the slots below slots / 2, and for the others. So one half can be
+// filled while the other half is multiplied.
 extern "C" int fp4_kernel_slots_plan_halves(const SlotPlan* plan, void* stream) {
   return launch_plan(*plan, true, stream);
 }
 
-// Copies what the plan says of a round, and then makes ids [pairs] the slots of the experts of that round; -1
-// for those of other rounds, and for ids of no expert. The product that follows may read weights before it
-// waits for the kernel before it: so `assign`, which is that kernel, begins only when `fetch` has ended.
-// Without `blocks` nothing is copied, and without `ids` they are not made.
+// Copies the experts of a round as planned. Then writes to ids [pairs] the slots of the experts of that
+// round, or -1 for experts of other rounds and for ids that belong to no expert. The product after it may
+// read weights before it waits for the kernel before it. That kernel is `assign`, so `assign` begins only
+// when `fetch` has ended. If `blocks` is 0, nothing is copied; if `ids` is null, no slots are written.
 extern "C" int fp4_kernel_slots_fetch(const SlotPlan* plan, const SlotParts* parts, int round, int* ids,
                                       int blocks, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
@@ -303,7 +303,8 @@ extern "C" int fp4_kernel_slots_collect(const int* ids, const int* position, con
                        static_cast<uint8_t*>(rows), bytes);
 }
 
-// Returns this thread's second stream of the current device. It waits for what `stream` has been given.
+// Returns this thread's second stream of the current device. It waits for the work that was given to `stream`
+// so far.
 extern "C" int fp4_kernel_side_fork(void* stream, void** side) {
   Side* mine = nullptr;
   cudaError_t error = find_side(mine);
@@ -312,7 +313,7 @@ extern "C" int fp4_kernel_side_fork(void* stream, void** side) {
   return error;
 }
 
-// `stream` waits for what the second stream has been given.
+// Makes `stream` wait for the work that was given to the second stream so far.
 extern "C" int fp4_kernel_side_join(void* stream) {
   Side* mine = nullptr;
   const cudaError_t error = find_side(mine);

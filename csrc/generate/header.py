@@ -1,4 +1,4 @@
-"""Writes the begin and the end of every generated header."""
+"""Writes the beginning and the end of every generated header."""
 
 from __future__ import annotations
 

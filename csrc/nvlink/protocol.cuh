@@ -24,8 +24,8 @@ struct Call {
     parity = epoch & 1;
   }
 
-  // Waits for the previous kernel, and lets the next one begin. That is safe: the next kernel waits for
-  // whatever it reads of this call.
+  // Waits for the previous kernel, and lets the next one begin. This is safe, because the next kernel waits
+  // for the results of this call that it reads.
   __device__ __forceinline__ void wait_previous() const {
     wait_previous_kernel();
     release_next_kernel();

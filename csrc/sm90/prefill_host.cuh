@@ -115,8 +115,8 @@ inline Estimate estimate(const Candidate& candidate, const Size& size, int tile_
     share_below = 0;
   const Shares shares(tiles, steps, share_below, blocks);
   const double compute = cycles_of(shares, cycles, share);
-  // The shorter one, though hidden by the longer, still costs a little. This decides if the longer ones are
-  // equal.
+  // The shorter time is hidden by the longer one, but it still has a small cost. This decides between
+  // candidates whose longer times are equal.
   const double time = std::max(compute, memory) + fitted::overlap * std::min(compute, memory);
   // Claiming tiles is better than sharing them if nearly all blocks are busy in the last wave. Somewhat fewer
   // are enough if memory is the limit, because each then has more of its bandwidth.
