@@ -79,7 +79,9 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   m.def(
       "update_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor(a!) keys, Tensor(b!) values, Tensor start) -> Tensor");
-  m.def("attention(Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor");
+  m.def(
+      "attention(Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor? sinks=None) -> "
+      "Tensor");
   m.def(
       "top_experts(Tensor logits, int k, *, bool softmax=False, bool normalize=False, "
       "ScalarType? out_dtype=None) -> (Tensor, Tensor)");

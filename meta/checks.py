@@ -432,7 +432,11 @@ def check_update_cache(
 
 
 def check_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
 ) -> None:
     check_dtype("q", q, FLOATING)
     check_dim("q", q, 4)
@@ -455,6 +459,9 @@ def check_attention(
             lambda: f"mask has {mask.shape[0]} sequences; it must have 1 or {q.shape[0]}, as many as q",
         )
         check_shape("mask", mask, (mask.shape[0], 1, q.shape[1], keys.shape[2]))
+    if sinks is not None:
+        check_like("sinks", sinks, "q", q)
+        check_shape("sinks", sinks, (q.shape[2],))
 
 
 def check_top_experts(logits: torch.Tensor, k: int, out_dtype: torch.dtype | None) -> torch.dtype:

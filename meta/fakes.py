@@ -200,8 +200,8 @@ def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
 
 
 @_fake
-def attention(q, keys, values, mask, scale):
-    checks.check_attention(q, keys, values, mask)
+def attention(q, keys, values, mask, scale, sinks=None):
+    checks.check_attention(q, keys, values, mask, sinks)
     return q.new_empty((*q.shape[:3], values.shape[3]))
 
 

@@ -7,8 +7,8 @@ namespace fp4::cuda {
 namespace {
 
 Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, const OptionalTensor& mask,
-                 double scale) {
-  check_attention(q, keys, values, mask);
+                 double scale, const OptionalTensor& sinks) {
+  check_attention(q, keys, values, mask, sinks);
   const Here here(q);
   const int64_t head = size(q, 3), length = size(keys, 2);
   const auto in_place = [](const Tensor& t) {
@@ -20,7 +20,7 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
                     in_place(values);
   if (!fits || !here.gpu().hopper())
     return fallback("attention", "this GPU, or heads or a cache like these, have no kernel", q, keys, values,
-                    mask, scale);
+                    mask, scale, sinks);
   const Tensor queries = as_operand(q);
   const OptionalTensor seen = mask && mask->stride(3) != 1 ? OptionalTensor(as_operand(*mask)) : mask;
   const Tensor out = here.empty({size(q, 0), 1, size(q, 2), head}, q.scalar_type());
@@ -38,7 +38,11 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
   p.size = int(head);
   p.scale = float(scale);
   p.type = code_of(q.scalar_type());
-  check_launch(here.kernels().attention(&p, here.sms(), here.stream()), "fp4_kernel_attention");
+  const auto& kernels = here.kernels();
+  const OptionalTensor of_heads = as_operand(sinks);
+  check_launch(of_heads ? kernels.attention_with_sinks(&p, pointer(of_heads), here.sms(), here.stream())
+                        : kernels.attention(&p, here.sms(), here.stream()),
+               "fp4_kernel_attention");
   return out;
 }
 

@@ -93,6 +93,7 @@ Kernels load(const std::string& path) {
   if (KernelFamily(k.family()) == KernelFamily::kHopper) {
     find(k.linears, "fp4_kernel_linears");
     find(k.attention, "fp4_kernel_attention");
+    find(k.attention_with_sinks, "fp4_kernel_attention_with_sinks");
     find(k.top_experts, "fp4_kernel_top_experts");
     find(k.update_cache, "fp4_kernel_update_cache");
   } else {

@@ -34,8 +34,10 @@ struct Kernels {
   decltype(&fp4_kernel_side_fork) side_fork;
   decltype(&fp4_kernel_side_join) side_join;
   decltype(&fp4_kernel_dequantize) dequantize;
-  decltype(&fp4_kernel_linears) linears;                          // only in _sm90.so
-  decltype(&fp4_kernel_attention) attention;                      // only in _sm90.so
+  decltype(&fp4_kernel_linears) linears;      // only in _sm90.so
+  decltype(&fp4_kernel_attention) attention;  // only in _sm90.so
+  // The same, with a sink for each head of q: csrc/sm90/attention.cu. Only in _sm90.so.
+  int (*attention_with_sinks)(const device::AttentionParams*, const void* sinks, int sms, void* stream);
   decltype(&fp4_kernel_top_experts) top_experts;                  // only in _sm90.so
   decltype(&fp4_kernel_update_cache) update_cache;                // only in _sm90.so
   decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // only in _sm80.so

@@ -2,7 +2,7 @@
 // one thread block, up to kMostHeads of them. Half a warp takes two keys at a time and keeps a running sum of
 // values for each head. The half warps of a cluster divide the keys, in turn, so that the keys that are seen,
 // often the first ones of a long cache, are spread over all. Their sums are added in a fixed order, first in
-// the block, then in the cluster. The interface is plain C, without torch.
+// the block, then in the cluster. A sink of a head is added last. The interface is plain C, without torch.
 #include <cfloat>
 
 #include "../device/attention.h"
@@ -48,6 +48,13 @@ struct Sum {
       sum.values.z += by * v.z, sum.values.w += by * v.w;
     }
     return sum;
+  }
+
+  // Adds a weight that no value has. `sink` is its score.
+  __device__ __forceinline__ void add_sink(float sink) {
+    const float most = fmaxf(of.most, sink), by = exp2f(of.most - most);
+    of = {most, by * of.total + exp2f(sink - most)};
+    values.x *= by, values.y *= by, values.z *= by, values.w *= by;
   }
 };
 
@@ -138,7 +145,8 @@ struct Running {
 // ---- the kernel ----
 
 template <class Half, int kSize, int kHeads>
-__global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(kThreads)
+    attention_kernel(const __grid_constant__ AttentionParams p, const void* sinks) {
   constexpr int kEach = kSize / 16, kLanes = kSize / 4;  // lanes that have four elements each
   using Its = Part<Half, kEach>;
   FP4_DYNAMIC_SHARED(uint4, 16, memory);
@@ -164,6 +172,10 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   release_next_kernel();
   wait_previous_kernel();
 
+  static_assert(kHeads <= kWarps);  // a warp adds up one head at most
+  const float sink = sinks && warp < heads
+                         ? float(static_cast<const Half*>(sinks)[kv_head * group + part * kHeads + warp])
+                         : 0.f;
   const int step = kHalves * splits, mine = half * splits + rank;
   const int rounds = (p.length + kTogether * step - 1) / (kTogether * step);
   const bool* const mask = p.mask ? p.mask + sequence * p.mask_stride : nullptr;
@@ -218,9 +230,10 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   __syncthreads();
   if (splits > 1) cluster_wait();  // all blocks have begun
   for (int h = warp; h < heads; h += kWarps) {
-    const Sum sum = Sum::of_all(&sh.weights[0][h], kHeads, &sh.values[0][h][lane], kHeads * kLanes, kHalves,
-                                lane < kLanes);
+    Sum sum = Sum::of_all(&sh.weights[0][h], kHeads, &sh.values[0][h][lane], kHeads * kLanes, kHalves,
+                          lane < kLanes);
     if (splits == 1) {
+      if (sinks) sum.add_sink(sink * kLog2E);
       if (lane < kLanes) store<Half>(p.out, (first + h) * kLanes + lane, sum);
       continue;
     }
@@ -234,14 +247,15 @@ __global__ void __launch_bounds__(kThreads) attention_kernel(const __grid_consta
   barrier_wait(smem_address(&sh.full), 0);
   for (int h = warp; h < heads; h += kWarps) {
     if ((h & (splits - 1)) != rank) continue;
-    const Sum sum = Sum::of_all(reinterpret_cast<const Weights*>(sh.arrived_weights[h]), 2,
-                                &sh.arrived[h][0][lane], kLanes, splits, lane < kLanes);
+    Sum sum = Sum::of_all(reinterpret_cast<const Weights*>(sh.arrived_weights[h]), 2, &sh.arrived[h][0][lane],
+                          kLanes, splits, lane < kLanes);
+    if (sinks) sum.add_sink(sink * kLog2E);
     if (lane < kLanes) store<Half>(p.out, (first + h) * kLanes + lane, sum);
   }
 }
 
 template <class Half, int kSize, int kHeads>
-int launch(AttentionParams p, int sms, cudaStream_t stream) {
+int launch(AttentionParams p, const void* sinks, int sms, cudaStream_t stream) {
   p.parts = (p.q_heads / p.kv_heads + kHeads - 1) / kHeads;
   const int64_t clusters = int64_t(p.sequences) * p.kv_heads * p.parts;
   // As many blocks as the GPU runs at once, if each half warp still has keys.
@@ -253,24 +267,32 @@ int launch(AttentionParams p, int sms, cudaStream_t stream) {
   const unsigned splits = 1 << p.split_bits;
   const LaunchShape shape = {dim3(unsigned(clusters) * splits), dim3(kThreads), sizeof(Shared<kSize, kHeads>),
                              splits, true};
-  return launch_kernel(attention_kernel<Half, kSize, kHeads>, shape, true, stream, p);
+  return launch_kernel(attention_kernel<Half, kSize, kHeads>, shape, true, stream, p, sinks);
 }
 
 template <class Half>
-int launch_size(const AttentionParams& p, int sms, cudaStream_t stream) {
+int launch_size(const AttentionParams& p, const void* sinks, int sms, cudaStream_t stream) {
   const bool one = p.q_heads == p.kv_heads;
   if (p.size == 64)
-    return one ? launch<Half, 64, 1>(p, sms, stream) : launch<Half, 64, kMostHeads>(p, sms, stream);
+    return one ? launch<Half, 64, 1>(p, sinks, sms, stream)
+               : launch<Half, 64, kMostHeads>(p, sinks, sms, stream);
   if (p.size != 128) return cudaErrorInvalidValue;
-  return one ? launch<Half, 128, 1>(p, sms, stream) : launch<Half, 128, kMostHeads>(p, sms, stream);
+  return one ? launch<Half, 128, 1>(p, sinks, sms, stream)
+             : launch<Half, 128, kMostHeads>(p, sinks, sms, stream);
 }
 
 }  // namespace
 }  // namespace fp4::sm90
 
-extern "C" int fp4_kernel_attention(const fp4::device::AttentionParams* params, int sms, void* stream) {
+// `sinks`, [q_heads] in the type of q: a logit more for each head, which no key has; or null.
+extern "C" int fp4_kernel_attention_with_sinks(const fp4::device::AttentionParams* params, const void* sinks,
+                                               int sms, void* stream) {
   using namespace fp4::sm90;
   auto* s = static_cast<cudaStream_t>(stream);
-  return params->type == DType::kBFloat16 ? launch_size<__nv_bfloat16>(*params, sms, s)
-                                          : launch_size<__half>(*params, sms, s);
+  return params->type == DType::kBFloat16 ? launch_size<__nv_bfloat16>(*params, sinks, sms, s)
+                                          : launch_size<__half>(*params, sinks, sms, s);
+}
+
+extern "C" int fp4_kernel_attention(const fp4::device::AttentionParams* params, int sms, void* stream) {
+  return fp4_kernel_attention_with_sinks(params, nullptr, sms, stream);
 }

@@ -177,13 +177,28 @@ def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
     return rotated(q, q_norm).clone(memory_format=torch.contiguous_format)
 
 
-def attention(q, keys, values, mask, scale):
-    """Attention of the heads of q [B, S, H, D] over a cache, by torch's own operator."""
-    checks.check_attention(q, keys, values, mask)
+def attention(q, keys, values, mask, scale, sinks=None):
+    """Attention of the heads of q [B, S, H, D] over a cache: by torch's own operator, or in float32 if the
+    heads have sinks.
+    """
+    checks.check_attention(q, keys, values, mask, sinks)
+    if sinks is not None:
+        return _attention_with_sinks(q, keys, values, mask, scale, sinks)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != keys.shape[1]
     )
     return out.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+
+
+def _attention_with_sinks(q, keys, values, mask, scale, sinks):
+    times = q.shape[2] // keys.shape[1]
+    keys, values = (x.float().repeat_interleave(times, 1) for x in (keys, values))
+    logits = q.float().transpose(1, 2) @ keys.transpose(2, 3) * scale
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    sinks = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+    weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
+    return (weights @ values).transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format)
 
 
 def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):

@@ -221,7 +221,8 @@ def _attention(rng, device):
     caches = [random(sequences, heads, length, size) for _ in range(2)]
     mask = torch.rand(rng.choice((1, sequences)), 1, tokens, length, device=device) < 0.7
     q = random(sequences, tokens, heads * rng.choice((1, 3)), size)
-    return (q, *caches, rng.choice((None, mask)), 0.3), {}
+    sinks = rng.choice(((), (random(q.shape[2]),)))
+    return (q, *caches, rng.choice((None, mask)), 0.3, *sinks), {}
 
 
 def _quantize(rng, device):

@@ -14,8 +14,8 @@ __all__ = ["pytestmark"]
 SCALE = 0.2
 
 
-def drawn(dtype, size, masked=True, tokens=1):
-    """New arguments; keys that are not seen are NaN."""
+def drawn(dtype, size, masked=True, tokens=1, sunk=False):
+    """New arguments; keys that are not seen are NaN. Sinks weigh from nothing to all."""
     b, heads = random.randint(1, 6), random.randint(1, 3)
     length = random.choice((1, 5, 40, random.randint(1, 400)))
 
@@ -34,14 +34,21 @@ def drawn(dtype, size, masked=True, tokens=1):
         if tokens == 1:
             for x in caches:
                 x.masked_fill_(~mask.expand(b, -1, -1, -1).transpose(2, 3), torch.nan)
-    return q, *caches, mask, SCALE
+    sinks = draw(q.shape[2]) * random.choice((1, 4, 20)) if sunk else None
+    return q, *caches, mask, SCALE, sinks
 
 
-def expected(q, keys, values, mask, scale):
+def expected(q, keys, values, mask, scale, sinks=None):
     times = q.shape[2] // keys.shape[1]
     keys, values = (x.double().nan_to_num().repeat_interleave(times, 1) for x in (keys, values))
-    out = F.scaled_dot_product_attention(q.double().transpose(1, 2), keys, values, mask, scale=scale)
-    return out.nan_to_num().transpose(1, 2)  # no key is seen: 0
+    if sinks is None:
+        out = F.scaled_dot_product_attention(q.double().transpose(1, 2), keys, values, mask, scale=scale)
+        return out.nan_to_num().transpose(1, 2)  # no key is seen: 0
+    weights = (q.double().transpose(1, 2) @ keys.mT * scale).exp()
+    if mask is not None:
+        weights = weights * mask
+    total = weights.sum(-1, keepdim=True) + sinks.double().exp().view(1, -1, 1, 1)
+    return (weights / total @ values).transpose(1, 2)
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -55,6 +62,28 @@ def test_attends_to_the_keys_that_are_seen(dtype, size):
         assert error < (3e-3 if dtype == torch.bfloat16 else 4e-4), (given[0].shape, float(error))
 
 
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_with_sinks(dtype, size):
+    for masked in (True,) * 6 + (False,) * 2:
+        given = drawn(dtype, size, masked, sunk=True)
+        got, again, want = torch.ops.fp4.attention(*given), torch.ops.fp4.attention(*given), expected(*given)
+        assert torch.equal(got, again) and got.is_contiguous()
+        error = (got.double() - want).norm() / want.norm().clamp_min(1e-3)
+        assert error < (3e-3 if dtype == torch.bfloat16 else 1e-3), (given[0].shape, float(error))
+
+
+def test_sinks_of_extreme_size():
+    """A sink that weighs nothing changes no bit; one that weighs all leaves 0, as does one beside no key."""
+    q, keys, values, mask, scale, sinks = drawn(torch.bfloat16, 64, sunk=True)
+    plain = torch.ops.fp4.attention(q, keys, values, mask, scale)
+    assert torch.equal(torch.ops.fp4.attention(q, keys, values, mask, scale, sinks - torch.inf), plain)
+    hidden = torch.zeros_like(mask)
+    for seen, own in ((mask, sinks * 0 + 3e4), (hidden, sinks), (hidden, sinks * 0 - 3e4)):
+        assert (torch.ops.fp4.attention(q, keys, values, seen, scale, own) == 0).all()
+    assert torch.ops.fp4.attention(q, keys, values, mask, scale, sinks * torch.nan).isnan().all()
+
+
 @pytest.mark.parametrize("length", [3, 100])
 def test_keys_that_one_block_has(length):
     """Enough sequences for the GPU, so that no keys are divided: several rounds in one thread block."""
@@ -62,16 +91,24 @@ def test_keys_that_one_block_has(length):
     q, keys, values = (
         torch.randn(b, *s, 64, device="cuda").half() for s in ((1, 8), (4, length), (4, length))
     )
+    sinks = torch.randn(8, device="cuda").half()
     for mask in (None, torch.rand(b, 1, 1, length, device="cuda") < 0.5):
-        got, want = (
-            torch.ops.fp4.attention(q, keys, values, mask, SCALE),
-            expected(q, keys, values, mask, SCALE),
-        )
+        given = q, keys, values, mask, SCALE, sinks if mask is None else None
+        got, want = torch.ops.fp4.attention(*given), expected(*given)
         assert (got.double() - want).norm() / want.norm() < 4e-4
 
 
 @pytest.mark.parametrize(
-    "view", ["mask of all", "mask apart", "part of a mask", "queries apart", "caches apart", "odd address"]
+    "view",
+    [
+        "sinks apart",
+        "mask of all",
+        "mask apart",
+        "part of a mask",
+        "queries apart",
+        "caches apart",
+        "odd address",
+    ],
 )
 def test_operands_that_are_views(view):
     b, length = 3, 40
@@ -79,6 +116,7 @@ def test_operands_that_are_views(view):
         torch.randn(b, *s, 64, device="cuda").half() for s in ((1, 4), (2, length), (2, length))
     )
     mask = torch.rand(b, 1, 1, length, device="cuda") < 0.5
+    sinks = torch.randn(8, device="cuda").half()[::2] if view == "sinks apart" else None
     if view == "mask of all":
         mask = mask[:1].expand(b, -1, -1, -1)
     if view == "mask apart":
@@ -93,13 +131,13 @@ def test_operands_that_are_views(view):
         keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     if view == "odd address":
         keys = torch.randn(keys.numel() + 1, device="cuda").half()[1:].view(keys.shape)
-    want = expected(q, keys, values, mask, SCALE)
-    got = torch.ops.fp4.attention(q, keys, values, mask, SCALE)
+    want = expected(q, keys, values, mask, SCALE, sinks)
+    got = torch.ops.fp4.attention(q, keys, values, mask, SCALE, sinks)
     assert (got.double() - want).norm() / want.norm() < 4e-4
 
 
 def test_numbers_that_are_not_finite_are_not_hidden():
-    q, keys, values, _, scale = drawn(torch.bfloat16, 128, masked=False)
+    q, keys, values, _, scale, _ = drawn(torch.bfloat16, 128, masked=False)
     values[0, 0, -1] = torch.inf
     keys[-1, -1, 0] = torch.nan
     got = torch.ops.fp4.attention(q, keys, values, None, scale)
@@ -108,5 +146,5 @@ def test_numbers_that_are_not_finite_are_not_hidden():
 
 def test_sizes_and_tokens_of_no_kernel():
     for size, dtype, tokens in ((96, torch.bfloat16, 1), (128, torch.float32, 1), (128, torch.bfloat16, 3)):
-        given = drawn(dtype, size, masked=False, tokens=tokens)
+        given = drawn(dtype, size, masked=False, tokens=tokens, sunk=random.random() < 0.5)
         torch.testing.assert_close(torch.ops.fp4.attention(*given), anywhere.attention(*given))

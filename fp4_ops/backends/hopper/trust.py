@@ -5,7 +5,9 @@ The first use of each kernel on a GPU is checked (first_use.py).
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Callable
 
 import torch
@@ -78,7 +80,9 @@ def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
 
 
 def _attention_error(dtype: torch.dtype, device: str, sequences: int) -> float:
-    """Returns the error of eight query heads over two heads of keys, with hidden keys and without."""
+    """Returns the error of eight query heads over two heads of keys, with hidden keys and without, with sinks
+    and without.
+    """
     errors = []
     for size in (64, 128):
         q, keys, values = (
@@ -86,12 +90,23 @@ def _attention_error(dtype: torch.dtype, device: str, sequences: int) -> float:
             for shape in ((1, 8, size), (2, 100, size), (2, 100, size))
         )
         mask = torch.arange(100, device=device) < torch.randint(1, 100, (sequences, 1, 1, 1), device=device)
-        for seen in (None, mask):
-            got = torch.ops.fp4.attention(q, keys, values, seen, size**-0.5)
-            k, v = (t.double().repeat_interleave(4, 1) for t in (keys, values))
-            want = F.scaled_dot_product_attention(q.double().transpose(1, 2), k, v, seen).transpose(1, 2)
-            errors.append(relative_error(got, want))
+        sinks = torch.randn(8, device=device).to(dtype) * 4
+        for seen, own in itertools.product((None, mask), (None, sinks)):
+            got = torch.ops.fp4.attention(q, keys, values, seen, size**-0.5, own)
+            errors.append(relative_error(got, _attended(q, keys, values, seen, own)))
     return max(errors)
+
+
+def _attended(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
+    """Computes attention in float64. A sink is a key of its own, whose value is 0."""
+    k, v = (t.double().repeat_interleave(q.shape[2] // keys.shape[1], 1) for t in (keys, values))
+    logits = q.double().transpose(1, 2) @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    if seen is not None:
+        logits = logits.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        sunk = sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        logits, v = torch.cat([logits, sunk], -1), F.pad(v, (0, 0, 0, 1))
+    return (logits.softmax(-1) @ v).transpose(1, 2)
 
 
 def linears_kernel(device_index: int) -> bool:

@@ -74,7 +74,7 @@ def both(graph: torch.fx.Graph) -> list[str]:
     return attention.write_attention(graph)
 
 
-def run(layer: Layer) -> OnePass:
+def run(layer: Layer | Sunk) -> OnePass:
     torch._dynamo.reset()
     held = {name: x.clone() for name, x in layer.state_dict().items()}
     with torch.no_grad():
@@ -107,12 +107,128 @@ def test_what_stays(kind, monkeypatch):
     assert not done.calls(fp4.attention.default) and done.said == []
 
 
+class Sunk(torch.nn.Module):
+    """Attention with sinks, as gpt-oss writes it. `kind` names what is different."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        heads = Q if kind == "one head each" else K
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.randn(B, heads, LENGTH, D).to(BF16))
+        self.register_buffer("count", torch.tensor(2))
+        sinks = torch.randn(Q).to(BF16)
+        self.sinks = torch.nn.Parameter(sinks.float() if kind == "sinks in float32" else sinks)
+        self.q = torch.randn(B, 2 if kind == "two tokens" else 1, Q, D).to(BF16)
+
+    def mask(self, tokens):
+        kind, low = self.kind, torch.finfo(BF16).min
+        seen = (torch.arange(LENGTH) <= torch.arange(tokens)[:, None] + self.count)[None, None]
+        if kind == "window":
+            seen = seen & (torch.arange(LENGTH) > self.count - 2)
+        if kind == "mask of heads":
+            seen = seen & (torch.arange(Q)[:, None, None] > 0)
+        if kind == "inverted":
+            seen = ~seen
+        if kind == "mask of sequences":
+            seen = seen & (torch.arange(B)[:, None, None, None] + torch.arange(LENGTH) > 0)
+        seen = seen.expand(B, -1, tokens, LENGTH)
+        zero, low = torch.zeros((), dtype=BF16), torch.full((), low, dtype=BF16)
+        if kind == "5.17":
+            zero = torch.tensor(0.0, dtype=BF16)
+        if kind == "a bias":
+            zero = torch.full((), 0.5, dtype=BF16)
+        if kind == "not low":
+            low = torch.full((), -5.0, dtype=BF16)
+        if kind == "low of float16":
+            low = torch.full((), -65504.0, dtype=BF16)
+        if kind == "infinite":
+            low = torch.full((), -torch.inf, dtype=BF16)
+        return torch.where(seen, low, zero) if kind == "swapped" else torch.where(seen, zero, low)
+
+    def forward(self, q):
+        kind, tokens = self.kind, q.shape[1]
+        self.values.index_copy_(
+            2, torch.arange(tokens) + self.count, q[:, :, : self.keys.shape[1]].transpose(1, 2)
+        )
+        keys, values = self.keys, self.values
+        if kind != "one head each":
+            keys, values = (x[:, :, None].expand(B, K, Q // K, LENGTH, D) for x in (keys, values))
+            if kind == "repeated apart":
+                values = values.transpose(1, 2)
+            keys, values = keys.reshape(B, Q, LENGTH, D), values.reshape(B, Q, LENGTH, D)
+        logits = torch.matmul(q.transpose(1, 2), keys.transpose(2, 3)) * 0.3
+        if kind == "scaled later":
+            logits = logits * self.count
+        if kind != "no mask":
+            logits = logits + self.mask(tokens)
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(B, -1, tokens, -1)
+        if kind == "sinks of tokens":
+            sinks = sinks * (torch.arange(B)[:, None, None, None] + 1).to(BF16)
+        if kind == "two sinks":
+            sinks = torch.cat([sinks, sinks], -1)
+        both = [sinks, logits] if kind == "sinks first" else [logits, sinks]
+        logits = torch.cat(both, -1)
+        if kind == "less the first":
+            logits = logits - logits[..., :1]
+        elif kind == "less the smallest":
+            logits = logits - logits.min(dim=-1, keepdim=True).values
+        elif kind == "less all":
+            logits = logits - logits.max(dim=1, keepdim=True).values
+        elif kind != "not less":
+            logits = logits - logits.max(dim=-1, keepdim=True).values
+        weights = F.softmax(logits, dim=1 if kind == "of heads" else -1, dtype=logits.dtype)
+        weights = weights[..., 1:] if kind in ("sinks first", "first dropped") else weights[..., :LENGTH]
+        out = torch.matmul(weights.to(BF16), values).transpose(1, 2).contiguous()
+        return out.reshape(B, tokens, -1).contiguous()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["", "5.17", "window", "no mask", "infinite", "not less", "one head each", "mask of sequences"],
+)
+def test_attention_with_sinks_is_one_call(kind, monkeypatch):
+    monkeypatch.setattr(attention, "MAX_BYTES", 0)  # which is for torch's own attention
+    done = run(Sunk(kind))
+    (call,) = done.calls(fp4.attention.default)
+    assert call.args[1].meta["val"].shape == (B, Q if kind == "one head each" else K, LENGTH, D)
+    assert call.args[4] == 0.3 and call.args[5].meta["val"].shape == (Q,)
+    if kind == "no mask":
+        assert call.args[3] is None
+    else:
+        assert call.args[3].meta["val"].shape == (B if kind == "mask of sequences" else 1, 1, 1, LENGTH)
+    left = {n.target for n in done.graph.nodes}
+    assert not left & {aten.bmm.default, aten._softmax.default, aten.cat.default, aten.where.self}
+    assert done.undone[0] == done.undone[1]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "two tokens", "mask of heads", "a bias", "not low", "low of float16", "swapped", "sinks in float32",
+        "repeated apart", "scaled later", "sinks of tokens", "two sinks", "sinks first", "first dropped",
+        "less the first", "less the smallest", "less all", "of heads",
+    ],
+)  # fmt: skip
+def test_attention_with_sinks_that_stays(kind):
+    done = run(Sunk(kind))
+    assert not done.calls(fp4.attention.default) and done.said == []
+
+
+def test_a_mask_that_hides_what_another_shows():
+    (call,) = run(Sunk("inverted")).calls(fp4.attention.default)
+    assert call.args[3].target is not aten.le.Tensor
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_check_of_the_first_use(monkeypatch, dtype):
-    """By torch's operations, which serve a CPU; then with results that see every key."""
+    """By torch's operations, which serve a CPU; then with results that see every key, and without sinks."""
     assert max(trust._attention_error(dtype, "cpu", n) for n in (1, 4)) < trust.BOUND
     right = fp4.attention
-    monkeypatch.setattr(
-        fp4, "attention", lambda q, keys, values, mask, scale: right(q, keys, values, None, scale)
-    )
-    assert trust._attention_error(dtype, "cpu", 1) > 10 * trust.BOUND
+    wrong = [
+        lambda q, keys, values, mask, scale, sinks: right(q, keys, values, None, scale, sinks),
+        lambda q, keys, values, mask, scale, sinks: right(q, keys, values, mask, scale),
+    ]
+    for one in wrong:
+        monkeypatch.setattr(fp4, "attention", one)
+        assert trust._attention_error(dtype, "cpu", 1) > 10 * trust.BOUND
