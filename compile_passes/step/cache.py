@@ -52,7 +52,9 @@ def runs(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class _Rotated:
-    """x * cos + rotated(x) * sin for x [B, H, S, D], a transposed view of heads [B, S, H, D]."""
+    """x * cos + rotated(x) * sin for x [B, H, S, D], a transposed view of heads [B, S, H, D]. cos and sin are
+    [B or 1, S, D], or those of half a head, [B or 1, S, D / 2].
+    """
 
     node: fx.Node
     heads: fx.Node
@@ -105,8 +107,13 @@ def write_caches(graph: fx.Graph) -> list[str]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     rotated = {found.node: found for node in graph.nodes if (found := _rotated(node)) is not None}
     layers = [layer for layer in _layers(graph, rotated) if _in_order(layer, position)]
+    wholes = {
+        angles: _of_whole_heads(graph, angles, shape(layer.q.node)[-1])
+        for layer in layers
+        for angles in (layer.q.cos, layer.q.sin)
+    }
     for layer in layers:
-        _write(graph, layer, position)
+        _write(graph, layer, position, wholes)
     what = "norms of heads, rotary position embedding and the write to the cache are one kernel"
     return [f"decoding step ({len(layers)}x): {what} (fp4::update_cache)"] if layers else []
 
@@ -162,21 +169,20 @@ def _start(places: Any) -> fx.Node | None:
 
 
 def _rotated(node: fx.Node) -> _Rotated | None:
-    if not is_op(node, aten.add) or not is_tensor(node) or value(node).dim() != 4:
+    if not is_op(node, aten.add, aten.cat) or not is_tensor(node):
         return None
-    if arguments(node).get("alpha", 1) != 1 or value(node).dtype not in DTYPES:
+    if value(node).dim() != 4 or value(node).dtype not in DTYPES:
         return None
     b, _, s, d = map(static_int, shape(node))
     few = b is not None and s is not None and 0 < b * s <= MAX_TOKENS
     if not few or d not in HEAD_SIZES or not runs(value(node).device):
         return None
-    plain, turned = arguments(node)["self"], arguments(node)["other"]
-    if not (is_op(plain, aten.mul) and is_op(turned, aten.mul)):
+    found = _as_a_sum(node, d) if is_op(node, aten.add) else _as_halves(node, d)
+    if found is None:
         return None
-    (x, cos), (half, sin) = plain.args, turned.args
-    if not isinstance(x, fx.Node) or not _is_turned(half, x, d):
-        return None
-    cos, sin = _angles(cos, node), _angles(sin, node)
+    x, cos, sin = found
+    size = d if is_op(node, aten.add) else d // 2
+    cos, sin = _angles(cos, node, size), _angles(sin, node, size)
     if cos is None or sin is None or not swaps_heads(x):
         return None
     heads = operand(x)
@@ -187,6 +193,48 @@ def _rotated(node: fx.Node) -> _Rotated | None:
     if norm is not None and norm.in_float:
         norm = None
     return _Rotated(node, heads, norm, cos, sin)
+
+
+def _as_a_sum(node: fx.Node, d: int) -> tuple[fx.Node, Any, Any] | None:
+    """Reads (x, cos, sin) from x * cos + turned(x) * sin."""
+    plain, turned = _multiplied(node, aten.add)
+    if plain is None or turned is None:
+        return None
+    (x, cos), (half, sin) = plain, turned
+    return (x, cos, sin) if isinstance(x, fx.Node) and _is_turned(half, x, d) else None
+
+
+def _as_halves(node: fx.Node, d: int) -> tuple[fx.Node, Any, Any] | None:
+    """Reads (x, cos, sin) from cat([low * cos - high * sin, high * cos + low * sin], -1), where low and high
+    are the halves of x. Rounds where `_as_a_sum` does.
+    """
+    a = arguments(node)
+    if a["dim"] not in (-1, 3) or len(a["tensors"]) != 2:
+        return None
+    first, second = a["tensors"]
+    (lows, highs), (highs_too, lows_too) = _multiplied(first, aten.sub), _multiplied(second, aten.add)
+    if lows is None or highs is None or highs_too is None or lows_too is None:
+        return None
+    (low, cos), (high, sin) = lows, highs
+    if highs_too != (high, cos) or lows_too != (low, sin):
+        return None
+    x = _whole(low)
+    halves = x is not None and _is_half(low, x, 0, d // 2) and _is_half(high, x, d // 2, d)
+    return (x, cos, sin) if x is not None and halves else None
+
+
+Factors = tuple[Any, Any]
+
+
+def _multiplied(node: Any, packet: Any) -> tuple[Factors, Factors] | tuple[None, None]:
+    """Returns the factors of both operands of a sum or a difference of products."""
+    if not is_op(node, packet) or arguments(node).get("alpha", 1) != 1:
+        return None, None
+    a = arguments(node)
+    first, second = a["self"], a["other"]
+    if not (is_op(first, aten.mul) and is_op(second, aten.mul)):
+        return None, None
+    return (first.args[0], first.args[1]), (second.args[0], second.args[1])
 
 
 def swaps_heads(x: fx.Node) -> bool:
@@ -207,7 +255,19 @@ def _is_turned(node: Any, x: fx.Node, d: int) -> bool:
     return is_op(high, aten.neg) and _is_half(operand(high), x, d // 2, d) and _is_half(low, x, 0, d // 2)
 
 
+def _whole(half: Any) -> fx.Node | None:
+    """Returns what a tensor may be half of."""
+    made = item(half)
+    half = half if made is None else made[0]
+    return operand(half) if is_op(half, aten.slice, aten.split) else None
+
+
 def _is_half(node: Any, x: fx.Node, start: int, end: int) -> bool:
+    made = item(node)
+    if made is not None and is_op(made[0], aten.split):
+        a, size = arguments(made[0]), end - start
+        split = a["self"] is x and a["dim"] in (-1, 3) and a["split_size"] == size
+        return split and made[1] * size == start
     if not is_op(node, aten.slice):
         return False
     a = arguments(node)
@@ -215,13 +275,13 @@ def _is_half(node: Any, x: fx.Node, start: int, end: int) -> bool:
     return a["self"] is x and a["dim"] in (-1, 3) and ((a["start"] or 0), last, a["step"]) == (start, end, 1)
 
 
-def _angles(node: Any, rotated: fx.Node) -> fx.Node | None:
-    """Returns cos or sin [B or 1, S, D], given with a dimension for the heads."""
+def _angles(node: Any, rotated: fx.Node, size: int) -> fx.Node | None:
+    """Returns cos or sin [B or 1, S, size], given with a dimension for the heads."""
     if not is_op(node, aten.unsqueeze) or integer(node, 1) not in (1, -3):
         return None
     found = operand(node)
-    b, _, s, d = shape(rotated)
-    fits = any(same_shape(shape(found), (n, s, d)) for n in (1, b))
+    b, _, s, _ = shape(rotated)
+    fits = any(same_shape(shape(found), (n, s, size)) for n in (1, b))
     return found if fits and value(found).dtype == value(rotated).dtype else None
 
 
@@ -248,15 +308,38 @@ def _in_order(layer: _Layer, position: dict[fx.Node, int]) -> bool:
     return all(user.op != "output" and position[user] > last for user in users)
 
 
-def _write(graph: fx.Graph, layer: _Layer, position: dict[fx.Node, int]) -> None:
+def _of_whole_heads(graph: fx.Graph, angles: fx.Node, d: int) -> fx.Node:
+    """Returns cos or sin of all d elements of a head."""
+    if static_int(shape(angles)[-1]) == d:
+        return angles
+    with graph.inserting_after(angles):
+        whole = graph.call_function(aten.cat.default, ([angles, angles], -1))
+    whole.meta["val"] = torch.cat([value(angles)] * 2, -1)
+    return whole
+
+
+def _write(
+    graph: fx.Graph, layer: _Layer, position: dict[fx.Node, int], wholes: dict[fx.Node, fx.Node]
+) -> None:
     q, k, keys, values = layer.q, layer.k, layer.keys, layer.values
     norms = [None if its.norm is None else its.norm.weight for its in (q, k)]
     eps = next((its.norm.eps for its in (q, k) if its.norm is not None), 0.0)
     last = max(_inputs(layer), key=position.__getitem__)
-    with graph.inserting_after(last):
+    with graph.inserting_after(wholes.get(last, last)):
         made = graph.call_function(
             fp4.update_cache.default,
-            (q.x, k.x, layer.v, q.cos, q.sin, *norms, eps, keys.cache, values.cache, keys.start),
+            (
+                q.x,
+                k.x,
+                layer.v,
+                wholes[q.cos],
+                wholes[q.sin],
+                *norms,
+                eps,
+                keys.cache,
+                values.cache,
+                keys.start,
+            ),
         )
     with graph.inserting_after(made):
         turned = graph.call_function(aten.transpose.int, (made, 1, 2))

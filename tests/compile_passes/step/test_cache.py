@@ -48,7 +48,8 @@ class Layer(torch.nn.Module):
         for name, n in (("wq", Q), ("wk", K), ("wv", K)):
             held(name, n * D, HIDDEN)
         held("nq", D), held("nk", D)
-        held("cos", 1, tokens, D), held("sin", 1, tokens, D)
+        angles = D // 2 if kind.startswith("halves") else D
+        held("cos", 1, tokens, angles), held("sin", 1, tokens, angles)
         held("keys", sequences, K, LENGTH, D), held("values", sequences, K, LENGTH, D)
         self.register_buffer("count", torch.tensor(2))
         self.x = torch.randn(sequences, tokens, HIDDEN).to(dtype)
@@ -67,7 +68,32 @@ class Layer(torch.nn.Module):
             return y * cos - turned(y) * sin
         if self.kind == "of another":
             return y * cos + turned(y * 2) * sin
+        if self.kind.startswith("halves"):
+            return self.halves(y, cos, sin)
         return y * cos + turned(y) * sin
+
+    def halves(self, y, cos, sin):
+        """Rotates as gpt-oss writes it."""
+        kind = self.kind.removeprefix("halves").removeprefix(", ")
+        low, high = y.chunk(2, dim=-1)
+        if kind == "slices":
+            low, high = y[..., : D // 2], y[..., D // 2 :]
+        if kind == "other way":
+            low, high = high, low
+        if kind == "quarters":
+            low, high = y[..., D // 4 : D // 4 + D // 2], y[..., D // 2 :]
+        first, second = low * cos - high * sin, high * cos + low * sin
+        if kind == "turned back":
+            first, second = low * cos + high * sin, high * cos - low * sin
+        if kind == "crossed":
+            second = low * cos + high * sin
+        if kind == "angles crossed":
+            second = high * sin + low * cos
+        if kind == "three":
+            return torch.cat((first, second, first), dim=-1)[..., :D]
+        if kind == "places":
+            return torch.cat((second, first), dim=-1)
+        return torch.cat((first, second), dim=-1)
 
     def forward(self, x):
         kind = self.kind
@@ -134,6 +160,47 @@ def test_several_tokens_of_a_sequence():
     assert len(updates(run(Layer(tokens=3)))) == 1
 
 
+@pytest.mark.parametrize("kind", ["halves", "halves, slices"])
+@pytest.mark.parametrize("norms", [True, False])
+def test_halves_are_rotated_to_the_same_bits(kind, norms, monkeypatch):
+    """As gpt-oss writes it. Without norms, the cache is the same to the bit."""
+    layer = Layer(kind, k_norm=norms)
+    if not norms:
+        monkeypatch.setitem(globals(), "norm", lambda x, weight, eps=1e-6: x)
+    held = {name: x.clone() for name, x in layer.state_dict().items()}
+    done = run(layer)
+    (call,) = updates(done)
+    assert [tuple(x.meta["val"].shape) for x in call.args[3:5]] == [(1, 1, D), (1, 1, D)]
+    if not norms:
+        torch._dynamo.reset()
+        got = {name: x.clone() for name, x in layer.state_dict().items()}
+        layer.load_state_dict(held)
+        layer(layer.x)
+        assert all(torch.equal(x, got[name]) for name, x in layer.state_dict().items())
+
+
+class Two(torch.nn.Module):
+    """Two layers that share their angles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Layer("halves"), Layer("halves")
+        self.b.cos, self.b.sin, self.x = self.a.cos, self.a.sin, self.a.x
+
+    def forward(self, x):
+        return self.a(x) + self.b(x * 2)
+
+
+def test_layers_share_the_angles_of_whole_heads():
+    torch._dynamo.reset()
+    model = Two()
+    with torch.no_grad():
+        torch.compile(model, backend=(done := OnePass(cache.write_caches)), fullgraph=True)(model.x)
+    first, second = updates(done)
+    assert first.args[3:5] == second.args[3:5]
+    assert len(done.calls(aten.cat.default)) == 2
+
+
 def test_a_second_run_is_undone_as_before():
     done = run(Layer())
     before, after = done.undone
@@ -143,7 +210,8 @@ def test_a_second_run_is_undone_as_before():
 @pytest.mark.parametrize(
     "kind",
     ["turned back", "interleaved", "minus", "of another", "two angles", "two epsilons", "two starts",
-     "moved", "written twice", "read before", "k read"],
+     "moved", "written twice", "read before", "k read", "halves, other way", "halves, quarters",
+     "halves, turned back", "halves, crossed", "halves, angles crossed", "halves, three", "halves, places"],
 )  # fmt: skip
 def test_what_stays(kind):
     done = run(Layer(kind))
