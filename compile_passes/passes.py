@@ -55,6 +55,7 @@ from .report import PassRun, Site, each_told_once, left_alone
 from .step.attention import write_attention as write_step_attention
 from .step.cache import write_caches, write_counters
 from .step.linears import write_linears
+from .step.shared import write_shared
 from .trace.capture import mutated_inputs
 from .weights.facts import Facts, note_decoded, written_before
 from .weights.runtime import Swap
@@ -461,6 +462,7 @@ PASSES: tuple[Pass[_State], ...] = (
         lambda s: s.also.extend(write_step_attention(s.gm.graph)),
         when=_may_sum_anew,
     ),
+    Pass("shared", lambda s: s.also.extend(write_shared(s.gm.graph)), when=_has_operators),
     Pass("counters", lambda s: s.also.extend(write_counters(s.gm.graph)), when=_has_operators),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass("strides", lambda s: allow_any_strides(s.gm), when=lambda s: s.rewritten is not None),

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
     from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.inductor_prims import force_stride_order
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 
 __all__ = [
@@ -52,7 +53,8 @@ __all__ = [
     "FunctionalTensor", "FunctionalTensorMode", "GenericTorchDispatchRuleHolder", "HigherOrderOperator",
     "OpOverload", "OpOverloadPacket", "SymT", "TorchDispatchMode", "TracingContext", "compile_fx",
     "composable_state", "detect_fake_mode", "disable_fake_tensor_cache", "dispatch_rules",
-    "enable_python_dispatcher", "inductor_config", "is_traceable_wrapper_subclass", "list_mode_options",
+    "enable_python_dispatcher", "force_stride_order", "inductor_config", "is_traceable_wrapper_subclass",
+    "list_mode_options",
     "logging_internals", "make_graph_module", "pytree", "reset_cudagraph_trees",
     "resolve_process_group", "symbol_is_type", "symmetric_memory", "trace_structured", "without_modes",
 ]  # fmt: skip
@@ -60,6 +62,7 @@ __all__ = [
 _LATE = {
     "CustomGraphPass": ("_inductor.custom_graph_pass", "CustomGraphPass"),
     "compile_fx": ("_inductor.compile_fx", "compile_fx"),
+    "force_stride_order": ("_inductor.inductor_prims", "force_stride_order"),
     "composable_state": ("distributed._composable_state", None),
     "inductor_config": ("_inductor.config", None),
     "list_mode_options": ("_inductor", "list_mode_options"),

@@ -56,6 +56,7 @@ sums: # ms, # -> # nodes
 step_linears: # ms, # -> # nodes
 caches: # ms, # -> # nodes
 step_attention: # ms, # -> # nodes
+shared: # ms, # -> # nodes
 counters: # ms, # -> # nodes
 inputs: # ms, # -> # nodes
 strides: # ms, # -> # nodes""",
