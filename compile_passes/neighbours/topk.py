@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...backends.hopper.trust import top_experts_kernel
 from ...runtime import native
 from ..graph.dead_code import erase_unused
 from ..graph.nodes import (
@@ -153,8 +154,8 @@ def _flipped(call: Any, bits: fx.Node) -> fx.Node:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """True for a GPU that has the kernel."""
-    return native.is_hopper(device)
+    """True for a Hopper GPU on which the kernel passed the check of its first use."""
+    return native.is_hopper(device) and top_experts_kernel(device.index or 0)
 
 
 @dataclass(frozen=True)

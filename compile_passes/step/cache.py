@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...backends.hopper.trust import update_cache_kernel
 from ...runtime import native
 from ..graph.nodes import (
     arguments,
@@ -46,8 +47,8 @@ MAX_TOKENS = 256
 
 
 def runs(device: torch.device) -> bool:
-    """True for a GPU that has the kernel."""
-    return native.is_hopper(device)
+    """True for a Hopper GPU on which the kernel passed the check of its first use."""
+    return native.is_hopper(device) and update_cache_kernel(device.index or 0)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decides whether a decoding step may use fp4::linears and fp4::attention on this GPU.
+"""Decides whether a decoding step may use the kernels for what is beside the experts on this GPU.
 
 The first use of each kernel on a GPU is checked (first_use.py).
 """
@@ -35,6 +35,16 @@ def linears_error() -> float:
 def attention_error() -> float:
     """Returns the largest error of fp4::attention, with the keys divided among thread blocks and not."""
     return _largest("fp4::attention", _attention_error, (1, SEQUENCES))
+
+
+def update_cache_error() -> float:
+    """Returns the largest error of fp4::update_cache, for one sequence and several."""
+    return _largest("fp4::update_cache", _update_cache_error, (1, 5))
+
+
+def top_experts_error() -> float:
+    """Returns the largest error of fp4::top_experts, for one token and more than a thread block has."""
+    return _largest("fp4::top_experts", _top_experts_error, (1, 70))
 
 
 def _largest(name: str, error: Callable[[torch.dtype, str, int], float], sizes: tuple[int, ...]) -> float:
@@ -109,6 +119,63 @@ def _attended(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sink
     return (logits.softmax(-1) @ v).transpose(1, 2)
 
 
+def _update_cache_error(dtype: torch.dtype, device: str, sequences: int) -> float:
+    """Returns the error of heads with a norm and one angle for all sequences, and of heads without a norm and
+    with angles of their own, with the whole caches.
+    """
+    errors = []
+    for size, normed in itertools.product((64, 128, 256), (True, False)):
+        tokens, angles = (1, 1) if normed else (3, sequences)
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        q, k, v = (draw(sequences, tokens, n, size) for n in (8, 2, 2))
+        angle = torch.rand(angles, tokens, size, device=device) * 6
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        norms = (draw(size), draw(size)) if normed else (None, None)
+        caches = [draw(sequences, 2, 9, size) for _ in range(2)]
+        start = torch.tensor(4, device=device)
+        want = [_rotated(x, norm, cos, sin) for x, norm in zip((q, k), norms, strict=True)]
+        places = torch.arange(4, 4 + tokens, device=device)
+        written = [
+            cache.double().index_copy(2, places, x.double().transpose(1, 2))
+            for cache, x in zip(caches, (want[1], v), strict=True)
+        ]
+        got = torch.ops.fp4.update_cache(q, k, v, cos, sin, *norms, EPS, *caches, start)
+        errors += [relative_error(a, b) for a, b in zip((got, *caches), (want[0], *written), strict=True)]
+    return max(errors)
+
+
+def _rotated(x: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """Computes in float64 what fp4::update_cache makes of queries or keys."""
+    y = x.double()
+    if norm is not None:
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS) * norm.double()
+    low, high = y.chunk(2, -1)
+    return y * cos.double().unsqueeze(2) + torch.cat((-high, low), -1) * sin.double().unsqueeze(2)
+
+
+def _top_experts_error(dtype: torch.dtype, device: str, rows: int) -> float:
+    """Returns the error of the weights, which is infinite if other experts are chosen."""
+    errors = []
+    for experts, k, softmax, normalize in (
+        (128, 8, True, True),
+        (128, 4, True, False),
+        (512, 16, False, False),
+    ):
+        drawn = torch.randn(rows, experts, device=device)
+        for logits in (drawn, drawn.to(dtype)):
+            options = {"softmax": softmax, "normalize": normalize, "out_dtype": dtype}
+            got, ids = torch.ops.fp4.top_experts(logits, k, **options)
+            chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+            scores = logits.double().softmax(-1) if softmax else logits.double()
+            want = scores.gather(-1, chosen)
+            want = want / want.sum(-1, keepdim=True) if normalize else want
+            errors.append(relative_error(got, want) if torch.equal(ids, chosen) else math.inf)
+    return max(errors)
+
+
 def linears_kernel(device_index: int) -> bool:
     """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
     return _agrees("fp4::linears", device_index, linears_error)
@@ -117,6 +184,16 @@ def linears_kernel(device_index: int) -> bool:
 def attention_kernel(device_index: int) -> bool:
     """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
     return _agrees("fp4::attention", device_index, attention_error)
+
+
+def update_cache_kernel(device_index: int) -> bool:
+    """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
+    return _agrees("fp4::update_cache", device_index, update_cache_error)
+
+
+def top_experts_kernel(device_index: int) -> bool:
+    """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
+    return _agrees("fp4::top_experts", device_index, top_experts_error)
 
 
 def _agrees(name: str, device_index: int, error: Callable[[], float]) -> bool:

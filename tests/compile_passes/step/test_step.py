@@ -19,9 +19,10 @@ from torch._guards import TracingContext, detect_fake_mode
 
 import fp4_ops
 from fp4_ops.backends.hopper import trust
+from fp4_ops.compile_passes.neighbours import topk
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
-from fp4_ops.compile_passes.step import linears
+from fp4_ops.compile_passes.step import cache, linears
 from fp4_ops.compile_passes.step.linears import runs, write_linears
 from fp4_ops.runtime import first_use, native
 
@@ -67,6 +68,50 @@ def test_the_check_finds_what_is_wrong(monkeypatch):
     right = torch.ops.fp4.linears
     monkeypatch.setattr(torch.ops.fp4, "linears", wrong)
     assert trust._linears_error(BF16, "cpu", 1) > 10 * trust.BOUND
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_the_check_of_update_cache(monkeypatch, dtype):
+    """By torch's operations; then with a wrong place in the cache, and with queries that are not normed."""
+    assert max(trust._update_cache_error(dtype, "cpu", n) for n in (1, 5)) < trust.BOUND
+    right = torch.ops.fp4.update_cache
+    wrong = [
+        lambda *given: right(*given[:10], given[10] + 1),
+        lambda *given: right(*given[:5], None, *given[6:]),
+    ]
+    for one in wrong:
+        monkeypatch.setattr(torch.ops.fp4, "update_cache", one)
+        assert trust._update_cache_error(dtype, "cpu", 5) > 10 * trust.BOUND
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_the_check_of_top_experts(monkeypatch, dtype):
+    """By torch's operations; then with other experts, and with other weights."""
+    assert max(trust._top_experts_error(dtype, "cpu", n) for n in (1, 70)) < trust.BOUND
+    right = torch.ops.fp4.top_experts
+
+    def others(logits, k, **options):
+        weights, ids = right(logits, k, **options)
+        return weights, ids.flip(-1)
+
+    monkeypatch.setattr(torch.ops.fp4, "top_experts", others)
+    assert trust._top_experts_error(dtype, "cpu", 1) == float("inf")
+    monkeypatch.setattr(
+        torch.ops.fp4, "top_experts", lambda x, k, **options: right(x, k, **{**options, "normalize": True})
+    )
+    assert trust._top_experts_error(dtype, "cpu", 1) > 10 * trust.BOUND
+
+
+@pytest.mark.parametrize(
+    "runs, error", [(cache.runs, "update_cache_error"), (topk.has_kernel, "top_experts_error")]
+)
+def test_other_kernels_whose_first_use_is_wrong_are_not_used(hopper, monkeypatch, runs, error):
+    for found in (1e-3, float("inf")):
+        monkeypatch.setattr(trust, error, lambda found=found: found)
+        first_use.forget()
+        first_use.cache_file().unlink(missing_ok=True)
+        assert runs(torch.device("cuda", 1)) is (found < trust.BOUND)
+    assert runs(torch.device("cpu")) is False
 
 
 @pytest.fixture(autouse=True)
