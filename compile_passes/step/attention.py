@@ -229,7 +229,8 @@ def _softmax_of(weights: fx.Node) -> fx.Node | None:
     if a.get("alpha", 1) != 1 or largest is None or largest[1] != 0 or not is_op(largest[0], aten.max):
         return None
     given = largest[0].args
-    return a["self"] if given[0] is a["self"] and given[1:] in ((-1, True), (3, True)) else None
+    whole: fx.Node = a["self"]
+    return whole if given[0] is whole and given[1:] in ((-1, True), (3, True)) else None
 
 
 def _sinks(x: fx.Node, heads: Any) -> fx.Node | None:
@@ -252,7 +253,7 @@ def _added_mask(scores: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     seen, zero, lowest = mask.args
     least = torch.finfo(value(scores).dtype).min
     known = _constant(zero) == 0 and (_constant(lowest) or 0) <= least
-    return (a["self"], seen) if known and is_tensor(a["self"]) else None
+    return (a["self"], seen) if known and is_tensor(a["self"]) and is_tensor(seen) else None
 
 
 def _constant(x: Any) -> float | None:
@@ -262,7 +263,7 @@ def _constant(x: Any) -> float | None:
     x = strip(x)
     if is_op(x, aten.zeros):
         return 0.0
-    names = {aten.full: "fill_value", aten.scalar_tensor: "s"}
+    names: dict[Any, str] = {aten.full: "fill_value", aten.scalar_tensor: "s"}
     name = names.get(getattr(x.target, "overloadpacket", None))
     number = None if name is None else arguments(x)[name]
     if not isinstance(number, (int, float)):
