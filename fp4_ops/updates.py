@@ -16,6 +16,7 @@ from .experts.packed import PackedWeight
 from .meta.dtensors import split_over_processes
 from .models.expert_slots import reset_slots
 from .models.new_weights import check, places_of, target_of, write
+from .quantization.overwrite import copy_into
 
 WRAPPERS = frozenset(("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
 """Names of the attributes in which wrappers hold their module. The wrappers are those of torch.compile, data
@@ -126,7 +127,7 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
             f"{there or 'a plain tensor'}; both must be the same. Use distribute_tensor of "
             "torch.distributed.tensor, or .full_tensor()"
         )
-    held.copy_(tensor)
+    copy_into(held, tensor)
     reset_slots(owner)
     return True
 

@@ -23,7 +23,7 @@ from ..experts.find import form_of
 from ..experts.names import HALVES, MATRICES, NUMBERED
 from ..experts.packed import Half, PackedWeight
 from ..meta.formats import FORMATS, known_activation
-from ..quantization.overwrite import LARGEST, Codes, check_memory, check_values
+from ..quantization.overwrite import LARGEST, Codes, check_memory, check_values, copy_into
 from ..tensor import FP4Tensor
 from .expert_slots import reset_slots
 
@@ -241,7 +241,7 @@ def write(module: nn.Module, place: Place, target: Target, values: Tensor) -> No
         return
     if target.bias:
         bias = getattr(module, f"{target.attribute}_bias")[i]
-        (bias[place.rows(target.half)] if target.half else bias).copy_(values)
+        copy_into(bias[place.rows(target.half)] if target.half else bias, values)
     elif target.half:
         place.write_half(i, target.half, values)
     else:

@@ -5,6 +5,7 @@ Kernels, compiled graphs and CUDA graphs read that memory, so the next call of e
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,15 @@ from .weight import SOURCE_DTYPES, matrices_at_once
 
 LARGEST = 6 * 448
 """The largest magnitude of nvfp4 in units of the global scale: e2m1's largest times e4m3's."""
+
+
+def copy_into(memory: Tensor, values: Tensor) -> None:
+    """Writes values to the memory of a weight, also of a model that was prepared under inference_mode.
+
+    torch lets only inference_mode change what was made in it.
+    """
+    with torch.inference_mode() if memory.is_inference() else nullcontext():
+        memory.copy_(values)
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Codes:
                     f"the weight holds block scales in {to.dtype}, and those of the new values, {new.dtype}, "
                     "do not fit into it"
                 )
-            to[at].copy_(new.view_as(to[at]))
+            copy_into(to[at], new.view_as(to[at]))
 
     def quantize(self, matrices: Tensor, factors: Tensor | None = None) -> Operands:
         """Quantises matrices [n, N, K] as `prepare` does. factors: global scales [n] to use."""

@@ -276,6 +276,22 @@ class Wrapper(nn.Module):
         self.module = model
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_model_that_was_prepared_under_inference_mode_takes_new_values(family, stacked):
+    """Its codes, and what was copied there, may change only under inference_mode, says torch."""
+    old = build(family, torch.bfloat16, "grouped_mm")
+    new = renewed(old)
+    with torch.inference_mode():
+        model = copy.deepcopy(old)
+        fp4_ops.prepare(model)
+        assert any(t.is_inference() for t in model.state_dict().values())
+    for name, tensor in shuffled(new.state_dict() if stacked else per_expert(new)):
+        fp4_ops.update(model, name, tensor)
+    fp4_ops.prepare(new)
+    assert differing(model, new) == []
+
+
 def test_wrappers_of_either_model_do_not_matter():
     old = build("qwen3_moe", torch.float32, "grouped_mm")
     new = renewed(old)

@@ -289,6 +289,13 @@ class FP4HfQuantizer(HfQuantizer):
     def is_serializable(self, **_: Any) -> bool:
         return True
 
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Refuses `model.dequantize()`, for which transformers would ask for an issue on GitHub."""
+        raise NotImplementedError(
+            "fp4: dequantize: weights in 4 bits do not become 16-bit ones again. Load the original folder. "
+            "For the values of one expert weight, see FP4Tensor.dequantize and torch.ops.fp4.dequantize"
+        )
+
     @property
     def is_trainable(self) -> bool:
         """Returns whether adapters may be trained, for transformers' Trainer."""
