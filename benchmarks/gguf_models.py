@@ -1,8 +1,8 @@
 """Writes GGUF files of models with real shapes and random blocks, for llama.cpp.
 
-`MODELS` are those that people load: Qwen3-30B-A3B in Q4_K_M, and gpt-oss-120b with MXFP4 experts and the
-rest in Q8_0. The values of all matrices have a standard deviation of about 0.02, those of norms are 1. The
-file has no tokenizer: llama-bench draws token ids.
+`MODELS` has models that people use: Qwen3-30B-A3B in Q4_K_M, and gpt-oss-120b with MXFP4 experts and its
+other weights in Q8_0. The values of all matrices have a standard deviation of about 0.02, and the weights of
+norms are 1. The file has no tokenizer, because llama-bench uses random token ids.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 
 ALIGNMENT = 32
 POOL_BYTES = 1 << 26
-"""Tensors repeat this many random bytes, each from another place on."""
+"""Number of random bytes that all tensors repeat. Each tensor starts at a different one."""
 
 
 @dataclass(frozen=True)

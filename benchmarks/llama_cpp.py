@@ -1,12 +1,12 @@
-"""Whole models in llama.cpp, for the tables that have ours beside it.
+"""Measures whole models in llama.cpp, for the tables that compare it with fp4_ops.
 
     python benchmarks/llama_cpp.py --bench build/bin/llama-bench [--models qwen3-30b,gpt-oss-120b]
                                    [--where gpu,experts_on_cpu,cpu] [--threads 8,16] [--load none]
                                    [--folder /dev/shm] [--layers N]
 
 llama-bench is llama.cpp's own program, built for this GPU and this CPU (GGML_CUDA, GGML_NATIVE). It loads a
-file of random blocks that `gguf_models` writes into the folder and that is removed at the end. A folder in
-memory is read at once, but has to hold the file.
+file of random blocks. `gguf_models` writes this file into the folder, and it is removed at the end. Reading
+from a folder in memory is fast, but the memory must have room for the file.
 
 gpu              all layers on the GPU
 experts_on_cpu   all layers' experts in host memory (--n-cpu-moe)
@@ -15,8 +15,8 @@ cpu              no GPU
 decode           a step of one sequence after `depth` tokens, the mean of 3 times 64
 prompt           all tokens of a prompt, the mean of 3; on the GPU in one batch of at most 2048
 
-`--load` is llama.cpp's load mode of experts_on_cpu. With "none" the experts are in pinned memory, beside the
-file. With "mmap" they are the file's own pages, which are not pinned, so prompts are slower.
+`--load` is llama.cpp's load mode of experts_on_cpu. With "none" the experts are copied from the file to
+pinned memory. With "mmap" the pages of the file are used. They are not pinned, so prompts are slower.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ import torch
 STEPS, REPEATS = 64, 3
 GPU = ["-ngl", "99", "-b", "2048", "-ub", "2048"]
 LIMIT_S = 120
-"""A call of llama-bench that takes longer is stopped. What it measured before stays."""
+"""A call of llama-bench that takes longer is stopped. Its measurements until then are kept."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ PLACES = {
 
 
 class Used:
-    """The most memory of the GPU that was in use, read 20 times a second."""
+    """Finds the largest use of the GPU's memory, which is read 20 times a second."""
 
     def __init__(self) -> None:
         self.before = self.most = self._now()

@@ -175,7 +175,7 @@ def vllm_engine() -> str:
 
 @table
 def llama_cpp() -> str:
-    """Ours and llama.cpp's decoding step. gpt-oss-120b's are from two runs on cards of the same name."""
+    """Decoding steps of fp4_ops and llama.cpp. For gpt-oss-120b they ran on two cards of the same name."""
     names = {
         ("Qwen3-30B-A3B", 100): ("llama_cpp_qwen3_30b_h200", "step_beside_llama_cpp_h200"),
         ("Qwen3-30B-A3B", 1000): ("llama_cpp_qwen3_30b_h200", "step_beside_llama_cpp_h200"),

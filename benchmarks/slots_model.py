@@ -3,10 +3,10 @@
     python benchmarks/slots_model.py [--layers 6] [--steps 256] [--batches 1,8] [--tokens 2048,8192]
                                      [--experts GPU,slots] [--share 0.4] [--outside keep]
 
-The model is a Qwen3-MoE with 30B-A3B's layer shapes and random experts in nvfp4. First all of it is on the
-GPU. Then it has a budget in which a share of the experts has slots; 1/16 is the share of one token's experts.
-`--outside` is the format of attention and head. `generate` runs with a static cache and `decoding_loop`,
-which captures a step as a CUDA graph.
+The model is a Qwen3-MoE with 30B-A3B's layer shapes and random experts in nvfp4. First the whole model is on
+the GPU. Then it has a memory budget with slots for a share of the experts; the experts of one token are 1/16
+of all. `--outside` is the format of attention and head. `generate` runs with a static cache and
+`decoding_loop`, which captures a step as a CUDA graph.
 
 budget    `generate` with a long prompt and one token after it, in parts where the plan says so: what is
           allocated before, and the allocator's peak beside the budget.
@@ -89,7 +89,7 @@ def generate(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> tuple[t
 
 @contextlib.contextmanager
 def attention(cudnn: bool) -> Iterator[None]:
-    """Lets torch choose cuDNN's attention, or not."""
+    """Allows torch to choose cuDNN's attention, or forbids it."""
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(cudnn)
     try:

@@ -46,7 +46,7 @@ def first_compilation() -> subprocess.Popen[bytes] | None:
 
 FIRST = first_compilation() if __name__ == "__main__" else None
 
-# Imported only now, because it takes seconds.
+# These imports come only now, because they take seconds.
 from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, StaticCache  # noqa: E402
 from transformers.utils import logging as transformers_logging  # noqa: E402
@@ -213,7 +213,7 @@ def main() -> None:
     print(f"torch {torch.__version__} on {where}, {torch.get_num_threads()} threads\n")
 
     variants = build(formats)
-    losses: dict[torch.nn.Module, float] = {}  # stock eager and compiled are one model
+    losses: dict[torch.nn.Module, float] = {}  # the stock eager and compiled variants share a model
     for v in variants:
         if v.model not in losses:
             progress(f"{v.name}: perplexity on {HELDOUT_BYTES // 1000} kB of held-out text")
@@ -235,7 +235,7 @@ def main() -> None:
     print_table(variants)
 
     print("\nGreedy samples:")
-    for v in variants[1:]:  # eager's is that of stock torch.compile
+    for v in variants[1:]:  # eager has the same sample as stock torch.compile
         print(f"\n--- {v.name}\n{sample(v)}")
     print(
         "\nOurs is fp4_ops.prepare(model, format), which frees the bf16 experts, under "

@@ -6,9 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
-REBUILD = (
-    "Rebuild both: pip install --no-build-isolation -e ., with FP4_CUDA_ARCHS=all where GPUs are elsewhere."
-)
+REBUILD = "Rebuild both: pip install --no-build-isolation -e . (without a GPU here: with FP4_CUDA_ARCHS=all)."
 
 
 def libraries() -> list[Path]:
