@@ -109,7 +109,8 @@ def test_methods_differ_and_everything_else_is_copied(tmp_path):
 
 
 def test_tensors_in_any_order_and_file(tmp_path):
-    """Layers in several files, last ones first, and the gate and up of an expert apart."""
+    """The layers are in several files, the last ones first, and gate and up of an expert are in different
+    files."""
     one, text = save(tmp_path / "one", shard="1GB"), tokens()
     two = tmp_path / "two"
     two.mkdir()
@@ -124,7 +125,7 @@ def test_tensors_in_any_order_and_file(tmp_path):
 
 
 def moments_and_weights(source: Path, out: Path, text: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """E[x x^T], the weight and what became of it, float64, for each weight of the model."""
+    """Returns for each weight of the model E[x x^T], the weight and its quantised values, in float64."""
     model, loaded = load(source), fp4_ops.load_checkpoint(None, out)
     calibration = calibrate(model, text)
     found = []
@@ -284,7 +285,7 @@ def test_another_text_does_not_resume(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", ["weighted", "gptq"])
 def test_matrices_outside_the_model_are_quantised_without_the_text(method, tmp_path):
-    """Layers that predict further tokens lie in the files of some families, and no model runs them."""
+    """The files of some families have layers that predict further tokens, and no model runs these layers."""
     source = save(tmp_path / "bf16", shard="1GB")
     tensors = all_tensors(source)
     extra = {n.replace("layers.1.", "layers.2."): t + 1 for n, t in tensors.items() if "layers.1." in n}

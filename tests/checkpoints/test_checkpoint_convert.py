@@ -137,7 +137,7 @@ def test_a_killed_run_is_resumed_with_the_same_result(after, source, tmp_path, m
 
 
 def test_what_a_kill_leaves_is_not_taken_for_a_file(source, tmp_path, monkeypatch):
-    """SIGKILL leaves a .partial file and, between two steps, a file that is not noted as done."""
+    """SIGKILL leaves a .partial file or, between two steps, a complete file that is not recorded as done."""
     quantize_checkpoint(source, tmp_path / "whole", progress=False)
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(convert._Pipeline, "_quantize", lambda *_: (_ for _ in ()).throw(Killed()))
@@ -187,7 +187,7 @@ def test_gate_and_up_in_different_files(format, tmp_path):
 
 @pytest.mark.parametrize("spaces", [1, 3, 4])
 def test_headers_of_any_length(spaces, tmp_path):
-    """safetensors' own writer starts the data at a multiple of 8; its format does not ask for it."""
+    """safetensors' own writer begins the data at a multiple of 8, but the format does not require this."""
     source = save(tmp_path / "bf16", tiny(), "1GB")
     quantize_checkpoint(source, tmp_path / "want", progress=False)
     file = source / "model.safetensors"
@@ -253,7 +253,7 @@ def test_sources_that_are_no_moe_or_truncated(source, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "another"])
 def test_stacked_experts_are_written_as_their_family_reads_them(model_type, tmp_path):
-    """[E, N, K] and [E, K, N] are told apart by their sizes, and never by the family's name."""
+    """The sizes decide between [E, N, K] and [E, K, N], and never the family's name."""
     e, h, i = 3, 64, 96
     at, config = "model.layers.0.mlp.experts", {
         "model_type": model_type, "hidden_size": h, "intermediate_size": i, "num_local_experts": e,

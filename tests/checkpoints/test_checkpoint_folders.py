@@ -251,7 +251,7 @@ def test_scales_of_another_dtype_say_what_to_do(dtype, tmp_path):
 
 @HOW
 def test_an_index_with_absolute_paths(how, registered, tmp_path):
-    """They are right until the folder is moved."""
+    """The absolute paths are correct until the folder is moved."""
     path = tmp_path / "first"
     values = write_folder(path, tiny(), CT)
     in_shards(path)
@@ -312,7 +312,7 @@ def test_quantize_names_the_prefix_of_a_wrapper(tmp_path):
 
 @HOW
 def test_experts_that_the_files_lack_are_an_error(how, registered, tmp_path):
-    """from_pretrained would leave them as drawn at random, and only report them."""
+    """from_pretrained would leave these weights random and only report them."""
     write_folder(tmp_path, tiny(), CT)
     tensors = load_file(tmp_path / "model.safetensors")
     save_tensors(tmp_path, {n: t for n, t in tensors.items() if ".layers.1.mlp.experts." not in n})
@@ -434,7 +434,8 @@ def test_a_head_in_4_bits_is_not_tied(tied, how, registered, tmp_path):
 
 @pytest.fixture
 def little_space():
-    """A disk that is full after so many bytes of a file: a write comes back short, then fails."""
+    """Imitates a disk that is full after a number of bytes of a file: one write is incomplete, and the next
+    one fails."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(nbytes):

@@ -180,7 +180,7 @@ def write_folder(path: Any, made: Any, maker: Maker, linears: tuple[str, ...] = 
 
 
 def held(loaded: nn.Module, name: str) -> Tensor:
-    """float64: what a 4-bit parameter of a loaded model stands for."""
+    """Returns the values of a 4-bit parameter of a loaded model in float64."""
     owner, _, attribute = name.rpartition(".")
     weight = getattr(loaded.get_submodule(owner), attribute)
     return weight.dequantize(torch.float64)

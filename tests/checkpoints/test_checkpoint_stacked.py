@@ -77,7 +77,7 @@ def test_saved_and_loaded_again(name, tmp_path):
 
 
 def test_eval_of_experts_that_prepare_does_not_take(tmp_path, capsys):
-    """Its own perplexity, and then in words why there are no other rows."""
+    """`eval` reports the folder's own perplexity, and says why there are no other rows."""
     original = families.tiny("llama4_text", vocab_size=256).to(BF16)
     original.config.dtype = BF16
     values, _ = family_folder(tmp_path / "model", original, "modelopt-nvfp4")
@@ -134,7 +134,7 @@ def test_experts_fused_by_modelopt(name, per_expert_scale, how, registered, tmp_
 
 
 def test_experts_that_stay_in_bf16_find_their_place(tmp_path):
-    """A layer that the tool left alone, its experts one by one, in a family that stacks them."""
+    """A layer that the tool did not quantise has separate experts, in a family that stacks them."""
     original = family("gpt_oss")
     values, _ = family_folder(tmp_path, original, "nvfp4-pack-quantized")
     tensors = load_file(tmp_path / "model.safetensors")

@@ -144,7 +144,8 @@ def test_layers_that_no_model_of_the_family_runs_are_left_out(dialect, tmp_path)
 
 
 def test_weights_that_the_layout_cannot_hold_stay_plain(tmp_path, monkeypatch):
-    """Both weights of a module have one layout, and the report says why it is not the device's own."""
+    """Both weights of a module have the same layout. If it is not the layout of the device, the report says
+    why."""
     values = write_folder(tmp_path, tiny(), "mxfp4-pack-quantized")
     set_layout = PackedWeight.set_layout
 
@@ -215,7 +216,7 @@ def test_other_ratios_go_to_the_nearest_block_scale(ratio):
 
 @pytest.mark.parametrize("ratio", [0.1, 0.25, 1.3, 4.0, 9.9, 200.0])
 def test_a_tiny_block_decides_nothing(ratio):
-    """A block far below e4m3's range in one half: the other one must not be spoiled for its sake."""
+    """A block in one half is far below e4m3's range. It must not make the other half less exact."""
     gate, up, *_ = joined(ratio)
     for half in (gate, up):
         half.block_scale.view(torch.uint8)[3, 2] = 1  # 2^-9
@@ -229,7 +230,8 @@ def test_a_tiny_block_decides_nothing(ratio):
 
 
 def test_both_halves_keep_their_range():
-    """Each half's own scale would lose the other: one overflows e4m3, one sinks below it."""
+    """With the scale of either half the other half would be lost: its scales would overflow or underflow
+    e4m3."""
     gate, up, *_ = joined(1.0)
     gate.global_scale.fill_(2.0**-20)
     up.global_scale.fill_(2.0**-10)

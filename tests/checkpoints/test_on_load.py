@@ -59,7 +59,7 @@ def test_never_more_than_one_expert_weight_is_in_16_bits(family, tmp_path, monke
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_layers_outside_the_experts(tied, tmp_path):
-    """The same weights as `prepare` makes, and a folder that loads as it was."""
+    """Loading gives the same weights as `prepare`, and the saved folder loads with the same values."""
     outside = {"attention": "nvfp4", "head": "nvfp4"}
     want = folder_of("qwen3_moe", tmp_path, tie_word_embeddings=tied)
     fp4_ops.prepare(want, "nvfp4", **outside)

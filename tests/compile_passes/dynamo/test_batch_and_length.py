@@ -50,7 +50,7 @@ class MaskedSoftmax(ListStyle):
 
 
 class AllExperts(ListStyle):
-    """A soft mixture: all experts serve every token."""
+    """A soft mixture: all experts process every token."""
 
     def forward(self, x: Tensor) -> Tensor:
         gates = self.router(x).softmax(-1)
@@ -212,7 +212,7 @@ CALLS = {
 
 
 def run(style: type[Style], calls: str, format: str = "nvfp4", **options: Any) -> int:
-    """How often it was compiled, each time to 4 bits."""
+    """Returns how often the module was compiled. Each compilation must run in 4 bits."""
     module, recorder = style(), Recorder(activation="bf16", format=format)
     compiled, twin = torch.compile(module, backend=recorder, **options), module.twin(format)
     with torch.no_grad():

@@ -115,12 +115,12 @@ def test_hits_may_be_written_in_other_ways(style):
 
 @pytest.mark.parametrize("style", [hit_loops.NUMBERS[0], *map(more, hit_loops.NUMBERS[1:])])
 def test_the_number_of_a_hit_expert_stays_a_tensor(style):
-    """Whatever is computed of it: the graph says the same."""
+    """The graph gives the same result for any use of the expert's number."""
     the_graph_says_the_same(style(), dynamic=True, fullgraph=True)
 
 
 def test_what_is_done_otherwise_in_training_alone():
-    """Seen through in eval(); in train() it is a branch."""
+    """The branch is removed in eval() and kept in train()."""
     module, recorder = branch_loops.DoesOtherwiseInTraining().eval(), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True)
     x = torch.randn(2, module.H)

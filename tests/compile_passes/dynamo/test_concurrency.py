@@ -83,7 +83,7 @@ def in_a_thread_of_a_thread(work: Callable[[], None]) -> None:
 
 
 def in_an_older_thread(work: Callable[[], None]) -> None:
-    """One that ran before the backend was loaded."""
+    """A thread that ran before the backend was loaded."""
     begin, started, raised = threading.Event(), threading.Event(), []
 
     def wait() -> None:
@@ -110,7 +110,8 @@ def in_an_older_thread(work: Callable[[], None]) -> None:
     ids=lambda f: f.__name__,
 )
 def test_a_loop_that_a_worker_compiles_first(run):
-    """Dynamo's settings belong to a thread or context: what the loading thread sets, others do not see."""
+    """Dynamo's settings belong to a thread or context, so other threads do not see the settings of the
+    loading thread."""
     extend_dynamo()
     module, recorder = STYLES["where loop"](), Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder)

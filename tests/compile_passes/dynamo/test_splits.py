@@ -41,7 +41,7 @@ class Splits(ListStyle):
 
 
 class SplitsByOtherNumbers(Splits):
-    """Not counted in the graph: they come from elsewhere."""
+    """The sizes come from `unique_consecutive`, not from a count of the ids."""
 
     def outputs(self, rows, counts):
         return torch.cat([expert(part) for expert, part in zip(self.list, rows.split(counts))])

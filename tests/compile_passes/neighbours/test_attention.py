@@ -297,7 +297,7 @@ def test_no_kernel_for_the_whole(device):
 
 
 def test_dropout_stays():
-    """Its numbers are drawn by the kernel that torch chooses for the call as it is."""
+    """The random numbers of dropout depend on the kernel that torch chooses for the unchanged call."""
 
     def attend(q, k, v):
         return F.scaled_dot_product_attention(q, repeated(k, 4), repeated(v, 4), dropout_p=0.5)
@@ -336,7 +336,7 @@ def test_a_scale_that_the_graph_computes():
 
 
 def test_rows_that_see_nothing(device):
-    """Padding on the left: such rows are as finite as they were."""
+    """Padding on the left: the rows of padding are finite if they were finite before."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     q, k, v = heads(device, s=8, d=64, dtype=dtype)
     keep = torch.ones(2, 8, dtype=torch.bool, device=device)

@@ -148,7 +148,7 @@ class OneIsOther(Listed):
 
 
 class OneMatrixForAll(Listed):
-    """Layers that share their matrix are no experts."""
+    """Layers that share their matrix are not experts."""
 
     def forward(self, x: Tensor) -> Tensor:
         first = self.list[0].weight

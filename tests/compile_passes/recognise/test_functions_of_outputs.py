@@ -51,7 +51,8 @@ class Gates(Dense):
 
 
 class OfTheSum(StackedStyle):
-    """The function is not the experts', though each token has one: what is weighted is their output."""
+    """The function does not belong to the experts, although each token has one: the router weights the
+    experts' outputs."""
 
     def experts_of(self, x, ids, weights):
         ids = ids[:, 0]

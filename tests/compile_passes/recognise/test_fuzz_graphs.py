@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 @pytest.fixture(autouse=True)
 def poisoned(fresh_dynamo):
-    """Memory that nobody wrote is NaN."""
+    """Makes uninitialised memory NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -50,7 +50,7 @@ def on_the_grid(weight: torch.Tensor) -> torch.Tensor:
 
 
 class Captured:
-    """A module's aten graph, and what its inputs were."""
+    """Returns a module's aten graph and its inputs."""
 
     def __init__(self, module: torch.nn.Module, x: torch.Tensor) -> None:
         with torch.no_grad():
@@ -103,7 +103,7 @@ def rewire(gm: fx.GraphModule, rng: random.Random) -> bool:
 
 
 def change_constant(gm: fx.GraphModule, rng: random.Random) -> bool:
-    """Another expert, choice, divisor, factor or output index."""
+    """Changes an expert, choice, divisor, factor or output index."""
     packets = (aten.eq, aten.le, aten.select, aten.floor_divide, aten.mul, aten.add, aten.histc, aten.clamp)
     nodes = [n for n in gm.graph.nodes if getattr(n.target, "overloadpacket", None) in packets]
     nodes += [n for n in gm.graph.nodes if "getitem" in str(n.target)]
@@ -126,7 +126,7 @@ def change_constant(gm: fx.GraphModule, rng: random.Random) -> bool:
 
 
 def run(fn: Any, inputs: list[Any]) -> torch.Tensor | str:
-    """The output, or why there is none."""
+    """Returns the output, or the error in its place."""
     with torch.no_grad():
         try:
             out = fn(*inputs)

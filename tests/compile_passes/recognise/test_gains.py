@@ -34,7 +34,7 @@ def scaled_by_its_mean(e: nn.Module, r: Tensor) -> Tensor:
 
 
 class OfTheRow(Gained):
-    """A number of each row's own is no vector of weights: each product is an operator of its own."""
+    """One number for each row is not a vector of weights, so each product becomes a separate operator."""
 
     def build(self) -> None:
         super().build()

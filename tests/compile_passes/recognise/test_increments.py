@@ -30,7 +30,7 @@ class RepeatedTopk(IncrementLoop):
 
 
 class RowsForget(IncrementLoop):
-    """The last of a token's experts wins."""
+    """Only the result of a token's last expert is kept."""
 
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)
