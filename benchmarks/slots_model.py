@@ -13,17 +13,14 @@ budget    `generate` with a long prompt and one token after it, in parts where t
 prefill   ms of a forward pass.
 generate  ms of a step; the share of the tokens that are those of the model on the GPU; the share that the
           same model gives in another call; graphs that Dynamo compiled in the first call and later; the
-          growth of the allocator's memory from the first call of all steps to the last of --repeats. Once
-          with the attention that torch chooses, and once without cuDNN's, which is not deterministic.
+          growth of the allocator's memory from the first call of all steps to the last of --repeats.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import gc
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -85,17 +82,6 @@ def generate(model: Any, ids: torch.Tensor, steps: int, repeats: int) -> tuple[t
         "compiled_later": stats["unique_graphs"] - before - compiled,
         "grown_mb": (torch.cuda.memory_allocated() - held) / 1e6,
     }  # fmt: skip
-
-
-@contextlib.contextmanager
-def attention(cudnn: bool) -> Iterator[None]:
-    """Allows torch to choose cuDNN's attention, or forbids it."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def counted(model: Any, call: Callable[[], Any]) -> tuple[Any, float | None]:
@@ -174,16 +160,12 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                     "hit_ratio": hit, "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
                     "budget_gb": budget and budget / 1e9,
                 }  # fmt: skip
-            cases = itertools.product((True, False), prompts.items() if "generate" in tables else ())
-            for cudnn, (batch, ids) in cases:
-                with attention(cudnn):
-                    clean()
-                    run = lambda: generate(model, ids, args.steps, args.repeats)  # noqa: E731, B023
-                    (tokens, row), hit = counted(model, run)
-                same = (tokens == want.setdefault((cudnn, batch), tokens)).float().mean().item()
+            for batch, ids in prompts.items() if "generate" in tables else ():
+                clean()
+                (tokens, row), hit = counted(model, lambda: generate(model, ids, args.steps, args.repeats))  # noqa: B023
+                same = (tokens == want.setdefault(batch, tokens)).float().mean().item()
                 yield {
-                    "table": "generate", "experts": where, "cudnn_attention": "allowed" if cudnn else "off",
-                    "batch": batch, "steps": args.steps, **row,
+                    "table": "generate", "experts": where, "batch": batch, "steps": args.steps, **row,
                     "hit_ratio": hit, "equal_ratio": same,
                     "peak_gb": torch.cuda.max_memory_allocated() / 1e9,
                     "budget_gb": budget and budget / 1e9,

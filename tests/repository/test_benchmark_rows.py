@@ -258,7 +258,7 @@ def test_rows_of_slots_model(host_slots, monkeypatch):
     rows = first_rows("slots_model", ["--layers", "1", "--steps", "10", "--batches", "2", "--tokens", "8"])
     assert rows[0]["table"] == "budget"
     assert [(r["table"], r["experts"]) for r in rows[1:]] == [
-        (table, where) for where in ("GPU", "slots") for table in ("prefill", "generate", "generate")
+        (table, where) for where in ("GPU", "slots") for table in ("prefill", "generate")
     ]
     assert all(r["equal_ratio"] == r["repeat_ratio"] == 1.0 for r in rows if r["table"] == "generate")
 
