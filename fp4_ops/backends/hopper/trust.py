@@ -148,12 +148,17 @@ def _update_cache_error(dtype: torch.dtype, device: str, sequences: int) -> floa
 
 
 def _rotated(x: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-    """Computes in float64 what fp4::update_cache makes of queries or keys."""
+    """Computes in float64 what fp4::update_cache makes of queries or keys. Rounds where a model rounds."""
+
+    def rounded(t: Tensor) -> Tensor:
+        return t.to(x.dtype).double()
+
     y = x.double()
     if norm is not None:
-        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS) * norm.double()
+        y = rounded(rounded(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + EPS)) * norm.double())
     low, high = y.chunk(2, -1)
-    return y * cos.double().unsqueeze(2) + torch.cat((-high, low), -1) * sin.double().unsqueeze(2)
+    turned = torch.cat((-high, low), -1)
+    return rounded(y * cos.double().unsqueeze(2)) + rounded(turned * sin.double().unsqueeze(2))
 
 
 def _top_experts_error(dtype: torch.dtype, device: str, rows: int) -> float:
