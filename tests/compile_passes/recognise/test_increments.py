@@ -52,7 +52,7 @@ class AddedToAnother(IncrementLoop):
 
 
 class AddedElsewhere(IncrementLoop):
-    """Rows are read from one place and written to another."""
+    """Rows are read at some indices and written at others."""
 
     def experts_of(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         out = torch.zeros_like(x)

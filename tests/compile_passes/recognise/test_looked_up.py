@@ -59,7 +59,7 @@ class OfGroupAndExpert(Groups):
 
 
 class OfTheNextToken(Groups):
-    """It computes something else, and must stay that."""
+    """It computes something else, and its results must not change."""
 
     def weights(self, w, p, g, ids):
         return w * p[torch.arange(p.shape[0]).roll(1), g][:, None]
@@ -117,7 +117,7 @@ def test_rows_of_a_parameter(cls):
 
 
 def test_a_token_that_is_none_is_still_an_error():
-    """It is no other token's row."""
+    """The row is not that of another token."""
     compiled = torch.compile(OverEmbedding(), backend=Recorder(activation="bf16"))
     with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
         compiled(torch.tensor([1, 2, 50]))

@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 def below(frames: int, f: Callable[[], T]) -> T:
-    """Call `f` with so many more frames on Python's stack, as a server or a framework has them."""
+    """Call `f` with this number of additional frames on Python's stack, as in a server or a framework."""
     return below(frames - 1, f) if frames else f()
 
 
 class Experts(Style):
-    """Two parameters hold all experts; `experts_of` visits one after the other."""
+    """Two parameters hold all experts. `experts_of` yields the experts one after the other."""
 
     def build(self) -> None:
         self.up = nn.Parameter(torch.randn(self.E, 2 * INTER, H) * H**-0.5)
@@ -192,7 +192,8 @@ def test_each_loop_becomes_one_operator(form, layers, experts):
     ],
 )
 def test_the_work_grows_linearly_with_the_layers(model, form, monkeypatch):
-    """A layer reads the layer before it, not all of them. Counted is what takes the time, not the time."""
+    """A layer reads only the layer before it. The test counts the expensive operations and does not measure
+    time."""
     done: dict[str, int] = {}
 
     def counted(owner: Any, name: str) -> None:
@@ -260,7 +261,8 @@ def test_other_sums_under_a_mask_stay(form):
 
 
 def test_the_reason_is_true_where_the_stack_is_full(monkeypatch, caplog):
-    """Nothing says that a step is not understood, and no one is asked to report what is no fault of ours."""
+    """No message says that a step is not understood or asks for a bug report, because this is not a bug of
+    fp4_ops."""
 
     def full(*_: object) -> None:
         raise RecursionError("maximum recursion depth exceeded")

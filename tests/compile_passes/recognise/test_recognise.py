@@ -141,7 +141,7 @@ def test_bf16(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_autocast_over_float32_weights(form):
-    """The casts around each product only round; the block is found through them."""
+    """The casts around each product only round, and the block is still found."""
     block, recorder = Block(form), Recorder(activation="bf16")
     twin = block.twin()
     x = torch.randn(9, Block.H)

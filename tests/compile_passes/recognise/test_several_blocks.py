@@ -167,7 +167,7 @@ def test_three_blocks():
 
 
 def test_task_experts_beside_shared_ones():
-    """Progressive layered extraction: the shared experts' outputs enter each task's sum."""
+    """Progressive layered extraction: the outputs of the shared experts are added to the sum of each task."""
 
     class Tasks(nn.Module):
         def __init__(self) -> None:
@@ -195,7 +195,7 @@ def test_task_experts_beside_shared_ones():
 
 
 def exact(expert: Expert) -> None:
-    """The weights that packed ones stand for."""
+    """Returns the dequantised values of packed weights."""
     for parts in ([expert.w1.weight.data, expert.w3.weight.data], [expert.w2.weight.data]):
         packed = torch.ops.fp4.quantize(torch.cat(parts), "nvfp4")
         whole = torch.ops.fp4.dequantize(*packed, "nvfp4", torch.float32)

@@ -84,7 +84,7 @@ class Scattered(OfSequences):
 
 @named
 class Task(ListStyle):
-    """Which expert a sample has is known beforehand."""
+    """The expert of each sample is an input."""
 
     def inputs(self, n):
         return torch.randn(n, 3, self.H), torch.randint(self.E, (n,))

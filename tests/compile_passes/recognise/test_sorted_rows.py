@@ -173,7 +173,7 @@ def test_routing_weights_may_be_integers():
 
 
 def test_up_and_down_of_different_experts():
-    """An id that only one of the weights has is no expert of a block."""
+    """If only one of the weights has an id, it is not an expert of a block."""
     module, recorder = Sorted("masked once"), Recorder(activation="bf16")
     module.w13 = nn.Parameter(module.w13.detach()[:-1].clone())
     x, weights = torch.randn(module.T, module.H), torch.rand(module.T, module.K)

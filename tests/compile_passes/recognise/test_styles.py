@@ -49,7 +49,8 @@ def check(
     format: str = "nvfp4",
     both: Both | None = None,
 ) -> Recorder:
-    """Prefill, another length under the same compilation, and a single token, which is compiled anew."""
+    """Runs prefill, another length with the same compilation, and a single token, which is compiled
+    separately."""
     options = {"activation": "bf16", "format": format}
     recorder = ComparesCaptures(both, **options) if both else Recorder(**options)
     twin = module.twin(format)
@@ -108,7 +109,7 @@ COUNTED = "as many classes as the data says"
 
 
 def check_graphs(recorder: Recorder, name: str) -> None:
-    """Nothing is left of a loop. Rows of buffers come from one and go to one by products."""
+    """No operator of the loop remains. The rows of buffers are gathered and scattered by products."""
     buffers = name.startswith(BUFFERS)
     for graph in recorder.graphs:
         names = {str(n.target) for n in graph.graph.nodes if n.op == "call_function"}
@@ -121,7 +122,7 @@ def check_graphs(recorder: Recorder, name: str) -> None:
 
 
 def test_buffers_of_fixed_capacity_become_masked_products(monkeypatch):
-    """mxfp4: gate and up, which are packed apart here, have no scale in common."""
+    """Gate and up are packed separately here, in a format without a global scale (mxfp4)."""
     style = STYLES["capacity dispatch/combine (GShard)"]
     both = Both(monkeypatch)
     recorder = check(style(experts=3), ["fp4::grouped_mm_masked"] * 3, format="mxfp4", both=both)
@@ -226,7 +227,7 @@ class Capped(nn.Module):
 
 
 def test_python_floats_of_a_module_inside_the_experts_are_constants():
-    """Their values are part of the activation; others compile anew."""
+    """Their values are part of the activation, so other values are compiled again."""
     module = STYLES["scatter_add loop, 3D parameters"](experts=3, act=Capped())
     recorder = Recorder(activation="bf16")
     compiled = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
@@ -333,7 +334,7 @@ def test_layers_that_share_code_share_one_compilation():
 
 @pytest.mark.parametrize("name", ["where loop", "dense stack", "gather + bmm"])
 def test_a_region_without_the_router(name):
-    """Nothing in the graph chooses experts: ids and weights are inputs."""
+    """The graph has no router: ids and weights are inputs."""
     module, recorder = STYLES[name](experts=3), Recorder(activation="bf16", format="mxfp4")
     compiled = torch.compile(module.experts_of, backend=recorder, fullgraph=True)
     x = torch.randn(9, module.H)

@@ -70,7 +70,7 @@ def test_each_kind_is_used_and_each_change_is_named():
 
 
 def test_no_text_is_made_where_a_condition_holds(monkeypatch):
-    """A whole block is proved, and nobody asks what any refusal would say."""
+    """If a whole block is proved, no text of a refusal is computed."""
     monkeypatch.setattr(refusal._Sentence, "vformat", None)
     monkeypatch.setattr(naming, "source_line", None)
     recorder, module = Recorder(activation="bf16"), Loop(experts=4)
@@ -83,7 +83,7 @@ def test_no_text_is_made_where_a_condition_holds(monkeypatch):
 
 
 class Before(Loop):
-    """Ids and weights are changed before the loop, which is as it should be."""
+    """Ids and weights are changed before the loop, which is allowed."""
 
     change: Callable[..., tuple[Tensor, Tensor]]
 
@@ -114,7 +114,7 @@ ROUTING: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }  # fmt: skip
 
 APPLIED: dict[str, Callable[[nn.Module], nn.Module]] = {}
-"""By the refused program: the program after the change, which computes the same."""
+"""Maps each refused program to the program after the change, which computes the same."""
 
 
 def applied(name: str):
@@ -213,7 +213,7 @@ class TheSumTimesInputs(NormedLoop):
 
 @applied("TransposedSum")
 class RowsOfATokenInARow(rows.TransposedSum):
-    """It sums another token's rows. With the change it computes something else."""
+    """The program sums the rows of another token. With the change it computes something else."""
 
     def experts_of(self, x, ids, weights):
         y = torch.bmm(x.repeat_interleave(self.k, 0).unsqueeze(1), self.w13[ids.flatten()])

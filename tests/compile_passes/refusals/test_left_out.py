@@ -184,7 +184,7 @@ class Some(nn.Module):
 
 
 class Whole(Broken):
-    """A layer that Dynamo never looks at."""
+    """A layer that Dynamo never traces."""
 
     forward = torch.compiler.disable(ListStyle.forward)
 
@@ -394,7 +394,7 @@ class SharedOnly(nn.Module):
 
 
 class Later(nn.Module):
-    """Its experts are not run yet."""
+    """The experts of this model have not run yet."""
 
     H = 32
 

@@ -486,7 +486,7 @@ MORE = {
     "TheFirstExpertsMissing", "EveryExpertIsDoubled", "ScaledByScoresOfEachExpert", "OneCapacity",
     "ChoicesOneByOne", "ChoicesWithTheSameWeight", "NormedDenseLoop",
 }  # fmt: skip
-"""Refused for what refuses another, or understood as another is."""
+"""These variants are refused or recognised for the same reason as another variant."""
 
 
 @pytest.mark.one_in(3)
@@ -517,7 +517,7 @@ def test_a_graph_with_gradients_is_left_alone():
 
 
 def test_quantised_twins_differ_from_the_originals():
-    """Otherwise none of the comparisons here could fail."""
+    """The comparisons in this file can fail only if this holds."""
     module = Loop()
     w = module.list[0].w1.weight
     assert relative_error(fake_quantised(w[None], "nvfp4")[0], w) > 0.05

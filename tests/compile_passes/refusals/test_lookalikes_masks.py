@@ -164,7 +164,7 @@ class InTurns(OneVector):
 
 @pytest.mark.parametrize("cls", [OfTheNextExpert, more(Overlapping), more(InTurns)])
 def test_parts_of_one_vector(cls):
-    """Each is read where it lies."""
+    """Each part is read at its own place."""
 
     def exact(w):
         packed = torch.ops.fp4.quantize(w.detach().contiguous(), "nvfp4")

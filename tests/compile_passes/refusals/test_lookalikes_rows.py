@@ -86,7 +86,7 @@ class RowsOfSomeExpertsPutOverInputs(RowsPutOverInputs):
 
 @lookalike("which is not zeros", "if each row has one expert")
 class RowsPutOverOtherExperts(RowsPutOverInputs):
-    """A token has two experts, of which the later one is put over the other."""
+    """A token has two experts, and the result of the later one replaces the other."""
 
     def chosen(self, ids):
         return (F.one_hot(ids, self.E) + F.one_hot((ids + 1) % self.E, self.E)).bool()
@@ -153,7 +153,7 @@ class MaskedSlicesFromTheLast(OneMaskedSlice):
 
 @lookalike("which is not zeros", "if each row has one expert")
 class SlicesThatKeepTheirInputs(OneMaskedSlice):
-    """Rows that an expert does not have stay x, and are added up."""
+    """Rows without this expert keep the value x, and are added."""
 
     def filled(self, x, mask):
         return x.expand(self.E, -1, -1).clone()
@@ -161,7 +161,7 @@ class SlicesThatKeepTheirInputs(OneMaskedSlice):
 
 @lookalike("read what others have computed", "none: ")
 class SlicesOfWhatIsWritten(OneMaskedSlice):
-    """An expert reads what the one before has written."""
+    """An expert reads the rows that the previous expert has written."""
 
     def read(self, rows, e, chosen):
         return rows[max(e - 1, 0), chosen]
@@ -377,7 +377,7 @@ class SlicesOfTwoDimensions(Buffers):
 
 @lookalike("")
 class TransposedSum(FusedStyle):
-    """The tokens' choices are taken for tokens."""
+    """The choices of tokens are used as tokens."""
 
     def experts_of(self, x, ids, weights):
         y = torch.bmm(x.repeat(self.k, 1).unsqueeze(1), self.w13[ids.flatten()])
@@ -499,7 +499,7 @@ MORE = {
     "SplitsOfRowsSortedByAnother", "ASliceForTwoExperts", "ASliceForAllExperts", "OutputsJoinedInReverse",
     "SplitsAsTheyAre", "AThresholdOfEachExpertsOwn",
 }  # fmt: skip
-"""Refused for what refuses another, or understood as another is."""
+"""These variants are refused or recognised for the same reason as another variant."""
 
 
 @pytest.mark.one_in(3)

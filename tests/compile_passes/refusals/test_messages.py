@@ -23,7 +23,7 @@ Loop = STYLES["where loop"]
 
 
 def told(module: nn.Module, **options: object) -> Recorder:
-    """The module compiled, at two lengths, with the right results for what was rewritten."""
+    """Compiles the module, checks its results at two lengths, and returns the recorder."""
     recorder, twin = Recorder(activation="bf16", **options), copy.deepcopy(module)
     compiled = torch.compile(module, backend=recorder, dynamic=True)
     with torch.no_grad():
