@@ -29,8 +29,13 @@ from fp4_ops.meta.layouts import LAYOUTS
 from fp4_ops.runtime import native
 
 EMULATOR = HELPERS / "sm90_emulator"
-FOLDERS = {"sm90": ("common", "device", "sm90"), "sm80": ("common", "device", "sm80", "sm120")}
-"""Folders of csrc with the kernels of each library."""
+FOLDERS = {
+    "sm90": ("common", "device", "sm90"),
+    "sm80": ("common", "device", "sm80", "sm120"),
+    "sm100": ("common", "device", "sm90", "sm100"),
+}
+"""Folders of csrc with the kernels of each library. "sm100" is not one yet."""
+SOURCES = {"sm90": ["*/*.cu"], "sm80": ["*/*.cu"], "sm100": ["device/device.cu", "sm100/*.cu"]}
 MULTIPROCESSORS = 14
 WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # _FORTIFY_SOURCE would check longjmp
@@ -45,36 +50,51 @@ def cuda_headers() -> Path | None:
 
 
 def kernels(name: str = "sm90") -> Path:
-    """The kernels and the emulator as one library with the interface of `_sm90.so`, or of `_sm80.so`."""
+    """The kernels and the emulator as one library, with the C interface of the kernels."""
     target = ROOT / f"build/{name}_emulated.so"
-    headers = cuda_headers()
-    assert headers is not None
+    assert cuda_headers() is not None
     folders = *(ROOT / "csrc" / folder for folder in FOLDERS[name]), EMULATOR
     files = [*(file for folder in folders for file in folder.iterdir()), ROOT / "build/fitted.h"]
     newest = max(file.stat().st_mtime for file in files)
     if target.exists() and target.stat().st_mtime > newest:
         return target
     target.parent.mkdir(exist_ok=True)
-    options = [f"-DFP4_FAMILY={name[2:]}", f"-I{headers}", f"-I{EMULATOR}", f"-I{ROOT / 'build'}"]
-    compiler = [os.environ.get("CXX", "g++"), *FLAGS, *options]
     with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for folder in FOLDERS[name]:
-            shutil.copytree(ROOT / "csrc" / folder, Path(made) / folder)
-        # A source includes headers from its own folder first, so the emulator's instructions are put there.
-        shutil.copy(EMULATOR / "ptx.cuh", Path(made) / "device")
-        for folder in FOLDERS[name][2:]:
-            shutil.copy(EMULATOR / f"ptx_{folder}.cuh", Path(made) / folder)
-
-        def compile_one(source: Path) -> str:
-            to = f"{made}/{source.stem}.o"
-            device = ["-include", str(EMULATOR / "device.h")] if source.suffix == ".cu" else ["-O3"]
-            subprocess.run([*compiler, *device, "-x", "c++", "-c", str(source), "-o", to], check=True)
-            return to
-
-        objects = list(pool.map(compile_one, [*Path(made).glob("*/*.cu"), *EMULATOR.glob("*.cpp")]))
-        subprocess.run([*compiler, "-shared", *objects, "-o", f"{made}/all.so", "-lpthread"], check=True)
-        put(Path(made, "all.so"), target)
+        objects = list(pool.map(lambda source: compile_one(name, source), copy_sources(name, Path(made))))
+        put(link(objects, Path(made, "all.so")), target)
     return target
+
+
+def copy_sources(name: str, to: Path) -> list[Path]:
+    """Copy the folders of a library, with the emulator's instructions. Return all that is compiled."""
+    for folder in FOLDERS[name]:
+        shutil.copytree(ROOT / "csrc" / folder, to / folder)
+    # A source includes headers from its own folder first, so the emulator's instructions are put there.
+    shutil.copy(EMULATOR / "ptx.cuh", to / "device")
+    for folder in FOLDERS[name][2:]:
+        shutil.copy(EMULATOR / f"ptx_{folder}.cuh", to / folder)
+    shutil.copytree(EMULATOR, to / "emulator")
+    found = [file for pattern in SOURCES[name] for file in to.glob(pattern)]
+    return [*found, *(to / "emulator").glob("*.cpp")]
+
+
+def compiler() -> list[str]:
+    return [os.environ.get("CXX", "g++"), *FLAGS]
+
+
+def compile_one(name: str, source: Path) -> Path:
+    """Compile one of the sources that `copy_sources` found."""
+    to = source.with_suffix(".o")
+    includes = [f"-I{cuda_headers()}", f"-I{EMULATOR}", f"-I{ROOT / 'build'}"]
+    device = ["-include", str(EMULATOR / "device.h")] if source.suffix == ".cu" else ["-O3"]
+    options = [f"-DFP4_FAMILY={name[2:]}", *includes, *device, "-x", "c++"]
+    subprocess.run([*compiler(), *options, "-c", str(source), "-o", str(to)], check=True)
+    return to
+
+
+def link(objects: list[Path], to: Path) -> Path:
+    subprocess.run([*compiler(), "-shared", *map(str, objects), "-o", str(to), "-lpthread"], check=True)
+    return to
 
 
 def put(made: Path, target: Path) -> None:

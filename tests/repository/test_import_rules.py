@@ -85,6 +85,7 @@ FOLDERS = {
     "sm90": {"common", "device", "sm90"},
     "sm80": {"common", "device", "sm80", "sm120"},  # a source of the one library with both
     "sm120": {"common", "device", "sm120"},
+    "sm100": {"common", "device", "sm90", "sm100"},  # no library has it yet
     "nvlink": {"nvlink"},
     "cuda": {"common", "cuda", "device"},
     "dev": {"common", "cuda", "dev", "device"},

@@ -45,6 +45,36 @@ struct Load {
   uint32_t to, barrier;
   int x, y;
   uint32_t blocks;
+  const void* from = nullptr;  // without a map: plain bytes
+  uint32_t bytes = 0;
+};
+
+// A copy to tensor memory, a product, or a commit, whose barrier is `d`.
+struct TensorWork {
+  enum Kind { kCopy, kMultiply, kCommit } kind;
+  uint32_t d, instruction, a_scales, b_scales;
+  uint64_t a, b;
+  bool keep;
+};
+
+struct TensorLoad {
+  uint32_t address;
+  uint32_t* to;
+  int columns;
+};
+
+constexpr int kLanes = 128, kTensorColumns = 512;
+
+class TensorMemory {
+ public:
+  uint32_t* at(uint32_t address, uint32_t lane, uint32_t column);  // null beyond what is allocated
+  void allocate(uint32_t columns);
+  void free() { allocated_ = 0; }
+  uint32_t allocated() const { return allocated_; }
+
+ private:
+  uint32_t allocated_ = 0;
+  uint32_t cells_[kLanes][kTensorColumns];
 };
 
 // Until *counter is not `seen`; with none, until the barrier's phase of that parity is over.
@@ -78,6 +108,10 @@ struct Lane {
   std::vector<Store> stores;
   std::deque<std::vector<Copy>> copy_groups;
   std::vector<Copy> copies;
+  std::vector<TensorLoad> tensor_loads;
+  bool fenced = true;        // tcgen05 may follow the last wait
+  bool tensor_read = false;  // tensor memory was read after the last fence before an arrival
+  bool stored = false;       // shared memory was written by store_shared after the last fence
 };
 
 // An mbarrier, in its eight bytes of shared memory.
@@ -126,17 +160,22 @@ class Block {
   uint8_t* memory() { return memory_; }
   bool holds(uint64_t address, uint64_t bytes) const { return address + bytes <= shared_bytes_; }
   void progressed() { ++progress_.count; }
+  bool has_work() const { return !loads_.empty() || !tensor_work_.empty(); }
   void fail(const char* what);
   bool chance(uint32_t in) { return random_() % in == 0; }
   void wait(const Waiting& waiting);
   void store(const Store& store);
   void copy(const Copy& copy);
+  void run_tensor_work();
 
   Place place_;
   Cluster& cluster_;
   uint32_t rank_;
   Lane* lane_ = nullptr;  // that runs
   std::vector<Load> loads_;
+  std::deque<TensorWork> tensor_work_;
+  Lane* tensor_thread_ = nullptr;  // that starts it
+  TensorMemory tensor_;
   std::atomic<bool> ended_{false};
   bool late_;  // operands and results of the asynchronous units are touched as late as they may be
   struct {
@@ -150,6 +189,10 @@ class Block {
   bool ready(Lane& lane);
   bool step(Warp& warp);
   void load(size_t which);
+  void run_something();
+  void run_copy(const TensorWork& work);
+  void run_multiply(const TensorWork& work);
+  bool read_operand(uint64_t descriptor, uint32_t scales, int rows, bool k_first, std::vector<double>& to);
 
   const std::function<void()>& kernel_;
   Progress& progress_;

@@ -45,6 +45,13 @@ const Map& contents(const CUtensorMap* map) { return *reinterpret_cast<const Map
 void Block::load(size_t which) {
   const Load load = loads_[which];
   loads_.erase(loads_.begin() + which);
+  if (load.map == nullptr) {
+    if (!holds(load.to, load.bytes) || load.to % 16 != 0 || load.bytes % 16 != 0)
+      return fail("a copy of bytes goes beyond shared memory, or between pieces");
+    std::memcpy(memory_ + load.to, load.from, load.bytes);
+    complete_bytes(load.barrier, load.bytes);
+    return progressed();
+  }
   const Map& map = contents(load.map);
   const uint32_t bytes = map.box[0] * map.box[1] * map.box[2] * map.element;
   for (uint32_t rank = 0; rank < cluster_.blocks.size(); ++rank) {
@@ -74,6 +81,10 @@ void Block::store(const Store& store) {
 
 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint32_t blocks) {
   block->loads_.push_back({map, to, barrier, x, y, blocks});
+}
+
+void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  block->loads_.push_back({nullptr, to, barrier, 0, 0, 1, from, bytes});
 }
 
 void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
@@ -172,6 +183,7 @@ void emulator_device(int its_capability, int count, int bytes) {
   capability = its_capability, multiprocessors = count, shared_bytes = bytes;
 }
 void emulator_seed(uint32_t seed) { emulator::set_seed(seed); }
+void emulator_patience(int seconds) { emulator::set_patience(seconds); }
 
 cudaError_t cudaGetDevice(int* device) {
   *device = 0;

@@ -19,7 +19,6 @@ thread_local Block* block;
 namespace {
 
 constexpr size_t kStackBytes = 128 * 1024, kMostThreads = 1024, kMostShared = 227 * 1024;
-constexpr auto kPatience = std::chrono::seconds(30);  // without any progress
 
 std::vector<char*>& unused_stacks() {
   static std::vector<char*> all;
@@ -28,7 +27,8 @@ std::vector<char*>& unused_stacks() {
 
 std::mutex stacks_mutex;
 
-std::atomic<uint32_t> seed;  // of the next block's order of events
+std::atomic<uint32_t> seed;     // of the next block's order of events
+std::atomic<int> patience{30};  // seconds without any progress
 
 uint32_t next_seed() { return seed += 0x9E3779B9; }
 
@@ -141,6 +141,15 @@ bool Block::step(Warp& warp) {
   return warp.progress;
 }
 
+// A load, or the oldest work of the tensor cores.
+void Block::run_something() {
+  if (tensor_work_.empty() || (!loads_.empty() && chance(2))) {
+    load(random_() % loads_.size());
+  } else {
+    run_tensor_work();
+  }
+}
+
 void Block::run() {
   block = this;
   std::vector<Warp*> order;
@@ -155,14 +164,14 @@ void Block::run() {
       if (warp->live == 0) continue;
       live = true;
       while (step(*warp) && !chance(8)) {
-        if (!loads_.empty() && chance(4)) load(random_() % loads_.size());
+        if (has_work() && chance(4)) run_something();
       }
-      if (!loads_.empty() && chance(4)) load(random_() % loads_.size());
+      if (has_work() && chance(4)) run_something();
     }
     if (!live) break;
     if (progress_.count != before) continue;
-    if (!loads_.empty()) {
-      load(random_() % loads_.size());
+    if (has_work()) {
+      run_something();
       continue;
     }
     std::this_thread::yield();
@@ -170,12 +179,14 @@ void Block::run() {
     if (progress_.count != seen) {
       seen = progress_.count;
       since = now;
-    } else if (now - since > kPatience) {
+    } else if (now - since > std::chrono::seconds(patience)) {
       lane_ = nullptr;
       fail("deadlock");
     }
   }
   if (!progress_.failed && !loads_.empty()) fail("the block ends before what it loads has come");
+  if (!progress_.failed && !tensor_work_.empty()) fail("the block ends before its tensor cores are ready");
+  if (!progress_.failed && tensor_.allocated() != 0) fail("the block ends with tensor memory");
   ended_ = true;
   block = nullptr;
 }
@@ -224,7 +235,13 @@ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   block->barrier(barrier) = Barrier{0, arrivals, arrivals, 0};
 }
 
-void barrier_arrive(uint32_t barrier, uint32_t expected_bytes) { block->arrive(barrier, expected_bytes); }
+void barrier_arrive(uint32_t barrier, uint32_t expected_bytes) {
+  const Lane& lane = *block->lane_;
+  if (lane.tensor_read) block->fail("no fence between a load of tensor memory and an arrival");
+  if (!lane.tensor_loads.empty()) block->fail("arrives before its loads of tensor memory are over");
+  if (lane.stored) block->fail("no fence between stores for other engines and an arrival");
+  block->arrive(barrier, expected_bytes);
+}
 
 void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
   Block& other = *block->cluster_.blocks[rank];
@@ -234,6 +251,7 @@ void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
 
 void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!block->over(barrier, parity)) block->wait({nullptr, 0, true, barrier, parity});
+  block->lane_->fenced = false;
 }
 
 bool barrier_test(uint32_t barrier, uint32_t parity) { return block->over(barrier, parity); }
@@ -303,6 +321,7 @@ Slots exchange(const void* value, size_t size, void (*last)(Slots)) {
 }
 
 void set_seed(uint32_t value) { seed = value; }
+void set_patience(int seconds) { patience = seconds; }
 
 cudaError_t launch(const Shape& shape, const std::function<void()>& kernel) {
   if (shape.shared > kMostShared || shape.block.x > kMostThreads || shape.block.x % kWarp != 0 ||

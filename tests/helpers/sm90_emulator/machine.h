@@ -84,9 +84,32 @@ void wgmma(float* d, const uint32_t* a, uint64_t descriptor, int keep, int token
 void wgmma_commit();
 void wgmma_wait(int pending);
 
+// ---- tensor memory, and tensor cores that one thread feeds (tcgen05) ----
+
+struct TensorProduct {
+  uint32_t d, instruction, a_scales, b_scales;
+  uint64_t a, b;
+  bool keep;
+};
+
+void tensor_allocate(uint32_t smem, uint32_t columns);
+void tensor_free(uint32_t address, uint32_t columns);
+void tensor_fence_before();
+void tensor_fence_after();
+void tensor_load(uint32_t address, uint32_t* r, int columns);
+void tensor_load_wait();
+void tensor_copy(uint32_t address, uint64_t descriptor);
+void tensor_multiply(const TensorProduct& product);
+void tensor_commit(uint32_t barrier);
+
+// A store that other engines see after fence_async_proxy.
+void store_shared(uint32_t smem, const void* from, uint32_t bytes);
+void fence_async_proxy();
+
 // ---- the copy engine ----
 
 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint32_t blocks);
+void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z);
 void store_commit();
 void store_wait(int pending);
@@ -107,5 +130,8 @@ cudaError_t launch(const Shape& shape, const std::function<void()>& kernel);
 
 // What the order of events is drawn from; of blocks that run at the same time the host has a say, too.
 void set_seed(uint32_t value);
+
+// How long a launch may come no further before that counts as a deadlock.
+void set_patience(int seconds);
 
 }  // namespace emulator

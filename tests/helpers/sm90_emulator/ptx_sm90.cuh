@@ -52,7 +52,7 @@ template <int Pending>
 void store_wait_read() {
   emulator::store_wait(Pending);
 }
-inline void fence_async_proxy() {}
+inline void fence_async_proxy() { emulator::fence_async_proxy(); }
 
 // ---- warps and registers ----
 

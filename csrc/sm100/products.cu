@@ -1,0 +1,126 @@
+// Products of NVFP4 rows by NVFP4 weights on GPUs of compute capability 10.x: the candidates, the choice
+// among them, and launches.
+
+#include <atomic>
+#include <cstdint>
+#include <iterator>
+
+#include "../device/prefill_host.cuh"
+#include "products.h"
+#include "products_kernel.cuh"
+
+namespace fp4::sm100 {
+namespace {
+
+constexpr int kNoDriver = -2;
+
+struct Candidate {
+  const char* name;
+  int tokens;
+  int (*launch)(const CUtensorMap& codes, const CUtensorMap& x, const Problem&, int blocks, cudaStream_t);
+};
+
+template <class Config>
+int launch(const CUtensorMap& codes, const CUtensorMap& x, const Problem& problem, int blocks,
+           cudaStream_t stream) {
+  constexpr size_t kBytes = sizeof(SharedStorage<Config>);
+  static_assert(kBytes <= kMostShared);
+  auto kernel = product_kernel<Config>;
+  static std::atomic<uint64_t> allowed;
+  if (const cudaError_t error = allow_shared(kernel, kBytes, allowed); error != cudaSuccess) return error;
+  return launch_kernel(kernel, {dim3(blocks), dim3(kThreads), kBytes}, false, stream, codes, x, problem);
+}
+
+// ProductConfig<tokens, stages, widths>, in falling order of their tokens. Each fills the shared memory of a
+// multiprocessor. Of the widths, only how a group is cut depends: products have as many tokens as a tile.
+constexpr Candidate kCandidates[] = {
+    {"rows 128, tokens 192, stages 4", 192,
+     launch<ProductConfig<192, 4, WidthList<192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>>>},
+    {"rows 128, tokens 128, stages 6", 128,
+     launch<ProductConfig<128, 6, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
+    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<32, 9, WidthList<32, 16>>>},
+};
+constexpr int kCandidateCount = std::size(kCandidates);
+
+// Returns the candidate with the fewest tokens that hold a group of the expected size. Nothing was measured.
+int choose(const ProductArguments& a) {
+  const int rows = ExpectedRows(a.mode, a.groups, a.m).many();
+  int found = kCandidateCount - 1;
+  while (found > 0 && kCandidates[found].tokens < rows) --found;
+  return found;
+}
+
+bool is_valid(const ProductArguments& a) {
+  return a.groups >= 1 && a.m >= 0 && a.n >= 8 && a.n % 8 == 0 && a.k >= kPart && a.k % kPart == 0 &&
+         a.x_scale_bytes >= a.k / 16 && a.x_scale_bytes % 16 == 0 && a.config < kCandidateCount &&
+         (a.mode == RowMode::kDense ? a.groups == 1 : a.group_rows != nullptr);
+}
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+Encode driver_encode() {
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
+                                                               cudaEnableDefault, &result);
+    const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return found ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  return encode;
+}
+
+// Makes the map of packed codes [rows, k / 2], copied in swizzled boxes of 128 bytes by `box_rows`.
+bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int k, uint32_t box_rows) {
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k / 2), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(k / 2)};
+  const cuuint32_t box[2] = {kRowBytes, box_rows}, ones[2] = {1, 1};
+  return driver_encode()(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(codes), sizes, strides, box,
+                         ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+int run(const ProductArguments& a) {
+  if (!is_valid(a)) return kBadArgument;
+  if (a.m == 0) return 0;
+  int device = 0, major = 0, sms = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  if (major != 10) return cudaErrorNoKernelImageForDevice;
+  if (driver_encode() == nullptr) return kNoDriver;
+  CUtensorMap codes, x;
+  const int64_t rows = int64_t(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
+  if (!encode_codes(&codes, a.codes, int64_t(a.groups) * a.n, a.k, kRows) ||
+      !encode_codes(&x, a.x, rows, a.k, kBoxRows))
+    return kBadArgument;
+  Problem problem = {};
+  problem.tiling = {{a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, kRows), ceil_div(a.k, kStep), 0};
+  problem.x_scales = static_cast<const uint8_t*>(a.x_scales);
+  problem.scales = static_cast<const uint8_t*>(a.scales);
+  problem.x_factor = a.x_factor;
+  problem.global_scale = a.global_scale;
+  problem.bias = a.bias;
+  problem.out = a.out;
+  problem.bias_type = a.bias_type;
+  problem.out_type = a.out_type;
+  problem.n = a.n;
+  problem.k = a.k;
+  problem.x_scale_bytes = a.x_scale_bytes;
+  const Candidate& chosen = kCandidates[a.config >= 0 ? a.config : choose(a)];
+  return chosen.launch(codes, x, problem, sms, static_cast<cudaStream_t>(a.stream));
+}
+
+}  // namespace
+}  // namespace fp4::sm100
+
+using namespace fp4::sm100;
+
+extern "C" int fp4_kernel_products(const ProductArguments* arguments) { return run(*arguments); }
+
+extern "C" int fp4_kernel_products_configs() { return kCandidateCount; }
+
+extern "C" const char* fp4_kernel_products_config_name(int config) {
+  return config >= 0 && config < kCandidateCount ? kCandidates[config].name : "";
+}

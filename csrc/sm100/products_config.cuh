@@ -1,0 +1,92 @@
+// What a product of NVFP4 rows by NVFP4 weights is made of: its arguments, the candidates' parameters, the
+// shared and tensor memory of a block, and the words that describe operands to the tensor cores.
+#pragma once
+
+#include "../device/prefill_schedule.cuh"
+#include "../device/types.cuh"
+
+namespace fp4::sm100 {
+
+using namespace device;
+
+constexpr int kRows = 128;  // weight rows of a tile
+constexpr int kStep = 256;  // K of a step: rows of 128 bytes of codes
+constexpr int kPart = 64;   // K of an instruction
+constexpr int kParts = kStep / kPart;
+constexpr int kRowBytes = kStep / 2;
+constexpr int kBoxRows = 32;      // rows of X that one copy brings
+constexpr int kEachTokens = 16;   // the tensor cores compute this many tokens or a multiple
+constexpr int kBlockBytes = 512;  // scales of 128 rows and a part
+constexpr int kBlockColumns = 4;  // columns of tensor memory for these scales
+constexpr int kColumns = 512;     // of tensor memory: all that there are
+constexpr int kBuffers = 2;       // of sums
+constexpr int kMostShared = 232448;
+
+// Warps: one copies, one starts the products, two arrange scales of X, four store results.
+constexpr int kCopyWarp = 0, kProductWarp = 1, kScaleWarp = 2, kScaleWarps = 2, kStoreWarp = 4;
+constexpr int kStoreThreads = 4 * kWarp, kThreads = kStoreWarp * kWarp + kStoreThreads;
+
+struct Problem {
+  Tiling tiling;
+  const uint8_t *x_scales, *scales;
+  const float *x_factor, *global_scale;
+  const void* bias;
+  void* out;
+  DType bias_type, out_type;
+  int n, k, x_scale_bytes;
+};
+
+// MaxTokens: of a tile. Stages: the steps that fit in shared memory.
+template <int MaxTokens_, int Stages_, class Widths_>
+struct ProductConfig {
+  using Widths = Widths_;
+  static constexpr int MaxTokens = MaxTokens_, Stages = Stages_;
+  static constexpr int Blocks = ceil_div(MaxTokens, 128);  // of scales of X, for a part
+  // Columns of tensor memory: two buffers of sums, then the scales of a step.
+  static constexpr int ScaleColumn = kBuffers * MaxTokens;
+  static constexpr int XScaleColumn = ScaleColumn + kParts * kBlockColumns;
+  static_assert(MaxTokens % kBoxRows == 0 && Widths::kMost == MaxTokens);
+  static_assert(XScaleColumn + kParts * kBlockColumns * Blocks <= kColumns);
+};
+
+template <class Config>
+struct alignas(1024) SharedStorage {
+  uint8_t codes[Config::Stages][kRows * kRowBytes];
+  uint8_t x[Config::Stages][Config::MaxTokens * kRowBytes];
+  uint8_t scales[Config::Stages][kParts * kBlockBytes];
+  uint8_t x_scales[Config::Stages][Config::Blocks * kParts * kBlockBytes];
+  uint64_t full[Config::Stages], empty[Config::Stages];
+  uint64_t sums_full[kBuffers], sums_empty[kBuffers];
+  uint32_t columns;  // the address of the tensor memory
+};
+
+// ---- words for the tensor cores (PTX ISA: "Shared memory descriptor", "Instruction descriptor") ----
+
+constexpr uint64_t kDescriptorVersion = uint64_t(1) << 46;
+constexpr uint64_t kSwizzle128 = uint64_t(2) << 61;
+constexpr uint64_t kLeading = uint64_t(1) << 16;  // the other stride, which no operand here has
+
+__host__ __device__ __forceinline__ constexpr uint64_t stride_between_eight_rows(uint32_t bytes) {
+  return uint64_t(bytes >> 4) << 32;
+}
+
+// Rows of 128 bytes, swizzled. Eight of them are 1024 bytes. An instruction takes 32 bytes of each row.
+__device__ __forceinline__ uint64_t codes_descriptor(uint32_t smem) {
+  return kDescriptorVersion | kSwizzle128 | stride_between_eight_rows(8 * kRowBytes) | kLeading |
+         (smem & 0x3FFFF) >> 4;
+}
+
+// A block of scales: 32 rows of 16 bytes, one after the other.
+__device__ __forceinline__ uint64_t scales_descriptor(uint32_t smem) {
+  return kDescriptorVersion | stride_between_eight_rows(8 * 16) | kLeading | (smem & 0x3FFFF) >> 4;
+}
+
+// e2m1 by e2m1, scales of ue4m3, 128 rows by `tokens`.
+__device__ __forceinline__ uint32_t instruction_descriptor(int tokens) {
+  constexpr uint32_t kE2m1A = 1 << 7, kE2m1B = 1 << 10, kRowsOfA = kRows / 128 << 27;
+  return kE2m1A | kE2m1B | kRowsOfA | static_cast<uint32_t>(tokens / 8) << 17;
+}
+
+constexpr uint64_t kNextPart = kPart / 2 / 16;  // added to a descriptor of codes
+
+}  // namespace fp4::sm100

@@ -1,0 +1,313 @@
+// Grouped GEMM of NVFP4 rows by NVFP4 weights with the tensor cores of compute capability 10.x (tcgen05).
+//
+// Weights are operand A, 128 rows of them, and tokens are N: 16 or a multiple. So few tokens cost no padding
+// beyond 16. A block is persistent, and walks over tiles in each of its roles. Steps of 256 K go through a
+// ring: the copy engine brings codes of both operands, swizzled, and the weights' scales, which memory holds
+// in the order of tensor memory. Scales of X lie in rows there, and a tile may begin at any row. So two warps
+// arrange them, in turn. For each step one thread copies the scales to tensor memory and starts four
+// products. Sums have two buffers in tensor memory: four warps store one while the other fills.
+//
+// Nobody has run this on such a GPU. docs/kernels.md says what was compared with what.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../sm90/ptx_sm90.cuh"
+#include "products_config.cuh"
+#include "ptx_sm100.cuh"
+
+namespace fp4::sm100 {
+
+using sm90::barrier_expect_bytes;
+using sm90::barrier_init_fence;
+using sm90::elect_lane;
+using sm90::fence_async_proxy;
+using sm90::load_box;
+
+// A place in a ring of `kSize`, and which time it is used: 0 or 1 in turn.
+template <int kSize>
+struct Ring {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++index == kSize) index = 0, parity ^= 1;
+  }
+};
+
+template <class Config>
+class ProductBlock {
+ public:
+  using Shared = SharedStorage<Config>;
+  using Walk = TileWalk<typename Config::Widths, 1>;
+
+  __device__ __forceinline__ ProductBlock(Shared& shared, const Problem& problem, const CUtensorMap& codes,
+                                          const CUtensorMap& x)
+      : shared_(shared), problem_(problem), codes_(codes), x_(x) {}
+
+  __device__ __forceinline__ void run() {
+    const int warp = threadIdx.x / kWarp;
+    if (threadIdx.x == 0) init_barriers();
+    if (warp == kProductWarp) tensor_allocate(smem_address(&shared_.columns), kColumns);
+    tensor_fence_before();
+    __syncthreads();
+    tensor_fence_after();
+    const uint32_t columns = shared_.columns;
+    if (warp == kCopyWarp) {
+      copy();
+    } else if (warp == kProductWarp) {
+      multiply(columns);
+    } else if (warp < kStoreWarp) {
+      arrange_scales(warp - kScaleWarp);
+    } else {
+      store(columns);
+    }
+    tensor_fence_before();
+    __syncthreads();
+    tensor_fence_after();
+    if (warp == kProductWarp) tensor_free(columns, kColumns);
+  }
+
+ private:
+  __device__ __forceinline__ void init_barriers() {
+    for (int i = 0; i < Config::Stages; ++i) {
+      barrier_init(smem_address(&shared_.full[i]), 1 + kWarp);  // copies, and a warp that arranges scales
+      barrier_init(smem_address(&shared_.empty[i]), 1);
+    }
+    for (int i = 0; i < kBuffers; ++i) {
+      barrier_init(smem_address(&shared_.sums_full[i]), 1);
+      barrier_init(smem_address(&shared_.sums_empty[i]), kStoreThreads);
+    }
+    barrier_init_fence();
+  }
+
+  // Returns how many parts a step has. K may end inside of it.
+  __device__ __forceinline__ int parts_of(int step) const {
+    return min(kParts, problem_.k / kPart - step * kParts);
+  }
+
+  // ---- copies ----
+
+  // One thread waits and copies. The other lanes only walk: a lane that tests a barrier after the leader went
+  // on might find that two phases have passed, and wait for ever.
+  __device__ __forceinline__ void copy() {
+    const bool leads = elect_lane();
+    Walk walk(problem_.tiling);
+    Tile tile;
+    Ring<Config::Stages> ring;
+    while (walk.next(tile)) {
+      if (leads) copy_tile(tile, ring);
+      __syncwarp();
+    }
+    // The block must not end before the last commits have arrived.
+    for (int i = 0; leads && i < Config::Stages; ++i, ring.next())
+      barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void copy_tile(const Tile& tile, Ring<Config::Stages>& ring) {
+    const int weight_row = tile.group * problem_.n + tile.column * kRows;
+    const int boxes = ceil_div(tile.rows, kBoxRows);
+    const int64_t weight_tile = int64_t(tile.group) * problem_.tiling.columns + tile.column;
+    const uint8_t* const scales = problem_.scales + weight_tile * (problem_.k / kPart) * kBlockBytes;
+    for (int step = 0; step < tile.steps; ++step, ring.next()) {
+      const uint32_t full = smem_address(&shared_.full[ring.index]);
+      const uint32_t scale_bytes = parts_of(step) * kBlockBytes;
+      barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
+      barrier_expect_bytes(full, (kRows + boxes * kBoxRows) * kRowBytes + scale_bytes);
+      load_box(smem_address(shared_.codes[ring.index]), &codes_, full, step * kRowBytes, weight_row);
+      for (int i = 0; i < boxes; ++i) {
+        load_box(smem_address(shared_.x[ring.index]) + i * kBoxRows * kRowBytes, &x_, full, step * kRowBytes,
+                 tile.row + i * kBoxRows);
+      }
+      load_bytes(smem_address(shared_.scales[ring.index]), scales + step * kParts * kBlockBytes, scale_bytes,
+                 full);
+    }
+  }
+
+  // ---- scales of X ----
+
+  // Four words of a step for each of a lane's rows: rows lane, lane + 32, lane + 64, lane + 96 of each block.
+  struct Scales {
+    uint4 row[Config::Blocks][4];
+  };
+
+  // Tensor cores read ue4m3, without a sign. A scale that has one becomes NaN.
+  static __device__ __forceinline__ uint32_t without_signs(uint32_t word) {
+    const uint32_t signs = word & 0x80808080u;
+    return (word & 0x7F7F7F7Fu) | (signs - (signs >> 7));
+  }
+
+  __device__ __forceinline__ Scales load_scales(const Tile& tile, int step) const {
+    Scales found;
+#pragma unroll
+    for (int block = 0; block < Config::Blocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int row = block * 128 + i * kWarp + threadIdx.x % kWarp;
+        found.row[block][i] = make_uint4(0, 0, 0, 0);
+        if (row < tile.rows && step < tile.steps) {
+          const int64_t from = int64_t(tile.row + row) * problem_.x_scale_bytes + step * (kStep / 16);
+          found.row[block][i] = __ldg(reinterpret_cast<const uint4*>(problem_.x_scales + from));
+        }
+      }
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ void store_scales(const Scales& scales, int stage) const {
+    const uint32_t to = smem_address(shared_.x_scales[stage]) + threadIdx.x % kWarp * 16;
+#pragma unroll
+    for (int block = 0; block < Config::Blocks; ++block) {
+      const uint4(&row)[4] = scales.row[block];
+      const uint32_t at = to + block * kParts * kBlockBytes;
+      store_shared_16(at, pick(row[0].x, row[1].x, row[2].x, row[3].x));
+      store_shared_16(at + kBlockBytes, pick(row[0].y, row[1].y, row[2].y, row[3].y));
+      store_shared_16(at + 2 * kBlockBytes, pick(row[0].z, row[1].z, row[2].z, row[3].z));
+      store_shared_16(at + 3 * kBlockBytes, pick(row[0].w, row[1].w, row[2].w, row[3].w));
+    }
+  }
+  static __device__ __forceinline__ uint4 pick(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    return make_uint4(without_signs(a), without_signs(b), without_signs(c), without_signs(d));
+  }
+
+  // Arranges the scales of every other step. Those of the next such step load meanwhile.
+  __device__ __forceinline__ void arrange_scales(int own) {
+    Walk walk(problem_.tiling);
+    Tile tile;
+    Ring<Config::Stages> ring;
+    int turn = 0;
+    while (walk.next(tile)) {
+      Scales next = load_scales(tile, turn == own ? 0 : 1);
+      for (int step = 0; step < tile.steps; ++step, ring.next(), turn ^= 1) {
+        if (turn != own) continue;
+        const Scales now = next;
+        next = load_scales(tile, step + kScaleWarps);
+        barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
+        store_scales(now, ring.index);
+        fence_async_proxy();
+        barrier_arrive(smem_address(&shared_.full[ring.index]));
+      }
+    }
+  }
+
+  // ---- products ----
+
+  // As in copy(), one thread waits and starts the products.
+  __device__ __forceinline__ void multiply(uint32_t columns) {
+    const bool leads = elect_lane();
+    Walk walk(problem_.tiling);
+    Tile tile;
+    Ring<Config::Stages> ring;
+    Ring<kBuffers> buffer;
+    for (; walk.next(tile); buffer.next()) {
+      if (leads) multiply_tile(tile, columns, ring, buffer);
+      __syncwarp();
+    }
+  }
+
+  __device__ __forceinline__ void multiply_tile(const Tile& tile, uint32_t columns,
+                                                Ring<Config::Stages>& ring, const Ring<kBuffers>& buffer) {
+    const int tokens = ceil_div(tile.rows, kEachTokens) * kEachTokens;
+    const uint32_t sums = columns + buffer.index * Config::MaxTokens;
+    barrier_wait(smem_address(&shared_.sums_empty[buffer.index]), buffer.parity ^ 1);
+    for (int step = 0; step < tile.steps; ++step, ring.next()) {
+      barrier_wait(smem_address(&shared_.full[ring.index]), ring.parity);
+      tensor_fence_after();
+      start_step(columns, sums, tokens, ring.index, parts_of(step), step > 0);
+      tensor_commit(smem_address(&shared_.empty[ring.index]));
+    }
+    tensor_commit(smem_address(&shared_.sums_full[buffer.index]));
+  }
+
+  __device__ __forceinline__ void start_step(uint32_t columns, uint32_t sums, int tokens, int stage,
+                                             int parts, bool keep) const {
+    const uint32_t a_scales = columns + Config::ScaleColumn, b_scales = columns + Config::XScaleColumn;
+    const int blocks = Config::Blocks == 1 ? 1 : ceil_div(tokens, 128);
+    for (int i = 0; i < parts; ++i) {
+      tensor_copy(a_scales + i * kBlockColumns,
+                  scales_descriptor(smem_address(shared_.scales[stage]) + i * kBlockBytes));
+      for (int block = 0; block < blocks; ++block) {
+        tensor_copy(
+            b_scales + (i * Config::Blocks + block) * kBlockColumns,
+            scales_descriptor(smem_address(shared_.x_scales[stage]) + (block * kParts + i) * kBlockBytes));
+      }
+    }
+    const uint64_t a = codes_descriptor(smem_address(shared_.codes[stage]));
+    const uint64_t b = codes_descriptor(smem_address(shared_.x[stage]));
+    const uint32_t instruction = instruction_descriptor(tokens);
+    for (int i = 0; i < parts; ++i) {
+      tensor_multiply(sums, a + i * kNextPart, b + i * kNextPart, instruction, a_scales + i * kBlockColumns,
+                      b_scales + i * Config::Blocks * kBlockColumns, keep || i > 0);
+    }
+  }
+
+  // ---- results ----
+
+  // A thread has one weight row, and tokens one after the other.
+  __device__ __forceinline__ void store(uint32_t columns) {
+    const int quarter = threadIdx.x / kWarp % 4;
+    Walk walk(problem_.tiling);
+    Tile tile;
+    Ring<kBuffers> buffer;
+    for (; walk.next(tile); buffer.next()) {
+      const int column = tile.column * kRows + quarter * kWarp + threadIdx.x % kWarp;
+      const bool exists = column < problem_.n;
+      const float global = problem_.global_scale == nullptr ? 1.f : __ldg(problem_.global_scale + tile.group);
+      float bias = 0;
+      if (problem_.bias != nullptr && exists) {
+        bias = load_as_float(problem_.bias, int64_t(tile.group) * problem_.n + column, problem_.bias_type);
+      }
+      const uint32_t sums =
+          columns + (static_cast<uint32_t>(quarter * kWarp) << 16) + buffer.index * Config::MaxTokens;
+      barrier_wait(smem_address(&shared_.sums_full[buffer.index]), buffer.parity);
+      tensor_fence_after();
+#pragma unroll 1
+      for (int token = 0; token < tile.rows; token += kEachTokens) {
+        uint32_t values[kEachTokens];
+        __syncwarp();  // lanes without a row stored nothing
+        tensor_load(sums + token, values);
+        tensor_load_wait(values);
+#pragma unroll
+        for (int i = 0; i < kEachTokens; ++i) {
+          if (token + i >= tile.rows || !exists) continue;
+          const int64_t row = tile.row + token + i;
+          float factor = global;
+          if (problem_.x_factor != nullptr) factor *= __ldg(problem_.x_factor + row);
+          store_one(row * problem_.n + column, __uint_as_float(values[i]) * factor + bias);
+        }
+      }
+      tensor_fence_before();
+      barrier_arrive(smem_address(&shared_.sums_empty[buffer.index]));
+    }
+    const int vectors = problem_.n * (problem_.out_type == DType::kFloat32 ? 4 : 2) / 16;
+    zero_unused_rows(problem_.tiling.rows, static_cast<uint4*>(problem_.out), vectors,
+                     blockIdx.x * kStoreThreads + threadIdx.x - kStoreWarp * kWarp,
+                     gridDim.x * kStoreThreads);
+  }
+
+  __device__ __forceinline__ void store_one(int64_t at, float value) const {
+    if (problem_.out_type == DType::kFloat32) {
+      static_cast<float*>(problem_.out)[at] = value;
+    } else if (problem_.out_type == DType::kBFloat16) {
+      static_cast<__nv_bfloat16*>(problem_.out)[at] = __float2bfloat16_rn(value);
+    } else {
+      static_cast<__half*>(problem_.out)[at] = __float2half_rn(value);
+    }
+  }
+
+  Shared& shared_;
+  const Problem& problem_;
+  const CUtensorMap &codes_, &x_;
+};
+
+template <class Config>
+__global__ void __launch_bounds__(kThreads, 1)
+    product_kernel(const __grid_constant__ CUtensorMap codes, const __grid_constant__ CUtensorMap x,
+                   const __grid_constant__ Problem problem) {
+  FP4_DYNAMIC_SHARED(uint8_t, 1024, memory);
+  ProductBlock<Config>(*reinterpret_cast<SharedStorage<Config>*>(memory), problem, codes, x).run();
+}
+
+}  // namespace fp4::sm100

@@ -1,0 +1,94 @@
+// GPU instructions of the kernels for compute capability 10.x beyond sm90/ptx_sm90.cuh: the tensor cores of
+// tcgen05, and their memory (TMEM) of 128 lanes by 512 columns of 32 bits.
+// tests/helpers/sm90_emulator/ptx_sm100.cuh defines each of them in C++.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace fp4::sm100 {
+
+// ---- shared memory ----
+
+// Copies `bytes` in the background. The barrier counts them. All three numbers are multiples of 16.
+__device__ __forceinline__ void load_bytes(uint32_t smem, const void* from, uint32_t bytes,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t smem, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// ---- tensor memory ----
+
+// Allocates columns for the block and writes the first one's address to shared memory. A whole warp calls it.
+__device__ __forceinline__ void tensor_allocate(uint32_t smem, uint32_t columns) {
+  asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem), "r"(columns)
+               : "memory");
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void tensor_free(uint32_t address, uint32_t columns) {
+  asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns)
+               : "memory");
+}
+
+// Orders tcgen05 instructions of this thread before its next arrival, and after its last wait.
+__device__ __forceinline__ void tensor_fence_before() {
+  asm volatile("tcgen05.fence::before_thread_sync;" ::: "memory");
+}
+__device__ __forceinline__ void tensor_fence_after() {
+  asm volatile("tcgen05.fence::after_thread_sync;" ::: "memory");
+}
+
+// Loads 16 columns: register i of lane l gets column i of TMEM lane l, counted from the address. A warp
+// reaches the lanes from 32 * (its number % 4) on. The registers count after tensor_load_wait.
+__device__ __forceinline__ void tensor_load(uint32_t address, uint32_t (&r)[16]) {
+  asm volatile(
+      "tcgen05.ld.sync.aligned.32x32b.x16.b32 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, [%16];"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]), "=r"(r[7]),
+        "=r"(r[8]), "=r"(r[9]), "=r"(r[10]), "=r"(r[11]), "=r"(r[12]), "=r"(r[13]), "=r"(r[14]), "=r"(r[15])
+      : "r"(address)
+      : "memory");
+}
+
+// Waits for this thread's loads. The registers are operands, so that nothing that reads them moves up.
+__device__ __forceinline__ void tensor_load_wait(uint32_t (&r)[16]) {
+  asm volatile("tcgen05.wait::ld.sync.aligned;"
+               : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]), "+r"(r[4]), "+r"(r[5]), "+r"(r[6]),
+                 "+r"(r[7]), "+r"(r[8]), "+r"(r[9]), "+r"(r[10]), "+r"(r[11]), "+r"(r[12]), "+r"(r[13]),
+                 "+r"(r[14]), "+r"(r[15])::"memory");
+}
+
+// ---- tensor cores: one thread starts these, and they run in the order in which it does ----
+
+// Copies 32 rows of 16 bytes to four columns of 32 lanes, and again to each other 32 lanes.
+__device__ __forceinline__ void tensor_copy(uint32_t address, uint64_t descriptor) {
+  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
+}
+
+// D[128, N] (+)= A[128, 64] B[N, 64] of e2m1 codes with a ue4m3 scale for 16 K, to float32. Without `keep`, D
+// is overwritten. (".block16" is scale_vec::4X in the words that code for a family of GPUs takes.)
+__device__ __forceinline__ void tensor_multiply(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction,
+                                                uint32_t a_scales, uint32_t b_scales, bool keep) {
+  asm volatile(
+      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %6, 0;\n"
+      "tcgen05.mma.cta_group::1.kind::mxf4nvf4.block_scale.block16 [%0], %1, %2, %3, [%4], [%5], "
+      "keep;\n}\n" ::"r"(d),
+      "l"(a), "l"(b), "r"(instruction), "r"(a_scales), "r"(b_scales), "r"(static_cast<int>(keep))
+      : "memory");
+}
+
+// Arrives at the barrier once all that this thread has started so far is over.
+__device__ __forceinline__ void tensor_commit(uint32_t barrier) {
+  asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier)
+               : "memory");
+}
+
+}  // namespace fp4::sm100

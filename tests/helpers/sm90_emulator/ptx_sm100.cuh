@@ -1,0 +1,27 @@
+// The emulator includes this file in place of csrc/sm100/ptx_sm100.cuh, and does what its instructions do.
+#pragma once
+
+#include <cstdint>
+
+namespace fp4::sm100 {
+
+inline void load_bytes(uint32_t smem, const void* from, uint32_t bytes, uint32_t barrier) {
+  emulator::load_bytes(smem, from, bytes, barrier);
+}
+inline void store_shared_16(uint32_t smem, const uint4& v) { emulator::store_shared(smem, &v, sizeof(v)); }
+
+inline void tensor_allocate(uint32_t smem, uint32_t columns) { emulator::tensor_allocate(smem, columns); }
+inline void tensor_free(uint32_t address, uint32_t columns) { emulator::tensor_free(address, columns); }
+inline void tensor_fence_before() { emulator::tensor_fence_before(); }
+inline void tensor_fence_after() { emulator::tensor_fence_after(); }
+inline void tensor_load(uint32_t address, uint32_t (&r)[16]) { emulator::tensor_load(address, r, 16); }
+inline void tensor_load_wait(uint32_t (&)[16]) { emulator::tensor_load_wait(); }
+
+inline void tensor_copy(uint32_t address, uint64_t descriptor) { emulator::tensor_copy(address, descriptor); }
+inline void tensor_multiply(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales,
+                            uint32_t b_scales, bool keep) {
+  emulator::tensor_multiply({d, instruction, a_scales, b_scales, a, b, keep});
+}
+inline void tensor_commit(uint32_t barrier) { emulator::tensor_commit(barrier); }
+
+}  // namespace fp4::sm100

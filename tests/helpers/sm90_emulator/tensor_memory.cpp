@@ -1,0 +1,262 @@
+// tcgen05: tensor memory, and the queue of copies, products and commits that one thread starts.
+//
+// The queue runs in order, at times that the block draws. All that a product will overwrite is NaN from the
+// moment it is started, so sums that are read too early are NaN. Registers are NaN until the wait for loads.
+// A thread must fence between a wait and the next instruction of tcgen05, between a load and an arrival, and
+// between its stores to shared memory and an arrival.
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "block.h"
+
+namespace emulator {
+namespace {
+
+constexpr uint32_t kPoison = 0x7FFFFFFF;  // a NaN
+
+struct Matrix {
+  uint32_t start, eight_rows, swizzle;
+};
+
+// Reads a shared memory descriptor, as CUTLASS' SmemDescriptor has its fields.
+bool read_descriptor(uint64_t word, Matrix& matrix) {
+  const uint32_t layout = word >> 61, version = word >> 46 & 3, base_offset = word >> 49 & 7;
+  matrix = {static_cast<uint32_t>(word & 0x3FFF) << 4, static_cast<uint32_t>(word >> 32 & 0x3FFF) << 4,
+            layout == 2 ? 128u : 0u};
+  return (layout == 2 || layout == 0) && version == 1 && base_offset == 0 && (word >> 52 & 0x1FF) == 0;
+}
+
+double code_value(uint32_t code) {
+  static constexpr double kValues[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  return code & 8 ? -kValues[code & 7] : kValues[code];
+}
+
+// ue4m3: 7 bits.
+double scale_value(uint32_t bits) {
+  const uint32_t exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if ((bits & 127) == 127) return NAN;
+  return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, static_cast<int>(exponent) - 10);
+}
+
+// sums[row][n] = sum over K of a[row] * b[n]; both [..][kPart].
+constexpr int kPart = 64;
+__attribute__((target_clones("avx512f", "avx2", "default"))) void multiply(const double* a, const double* b,
+                                                                           double* sums, int tokens) {
+  for (int row = 0; row < kLanes; ++row) {
+    for (int k = 0; k < kPart; ++k) {
+      const double left = a[row * kPart + k];
+      const double* const right = b + k * tokens;
+      double* const to = sums + row * tokens;
+      for (int n = 0; n < tokens; ++n) to[n] += left * right[n];
+    }
+  }
+}
+
+}  // namespace
+
+// The column of a lane at an address of tensor memory.
+uint32_t* TensorMemory::at(uint32_t address, uint32_t lane, uint32_t column) {
+  lane += address >> 16;
+  column += address & 0xFFFF;
+  if (lane >= kLanes || column >= allocated_) return nullptr;
+  return &cells_[lane][column];
+}
+
+void TensorMemory::allocate(uint32_t columns) {
+  allocated_ = columns;
+  std::fill(&cells_[0][0], &cells_[0][0] + kLanes * kTensorColumns, kPoison);
+}
+
+void Block::run_copy(const TensorWork& work) {
+  Matrix from;
+  if (!read_descriptor(work.a, from) || from.swizzle != 0) return fail("a wrong descriptor of scales");
+  for (uint32_t row = 0; row < 32; ++row) {
+    const uint32_t at = from.start + row / 8 * from.eight_rows + row % 8 * 16;
+    if (!holds(at, 16)) return fail("a copy to tensor memory reads beyond shared memory");
+    for (uint32_t warp = 0; warp < 4; ++warp) {
+      for (uint32_t i = 0; i < 4; ++i) {
+        uint32_t* const to = tensor_.at(work.d, row + 32 * warp, i);
+        if (to == nullptr) return fail("a copy goes beyond the columns of tensor memory");
+        std::memcpy(to, memory_ + at + 4 * i, 4);
+      }
+    }
+  }
+}
+
+// The values of an operand with its scales: [K][rows] if `k_first`, else [rows][K].
+bool Block::read_operand(uint64_t descriptor, uint32_t scales, int rows, bool k_first,
+                         std::vector<double>& to) {
+  Matrix matrix;
+  if (!read_descriptor(descriptor, matrix) || matrix.swizzle != 128 || matrix.start % 32 != 0) {
+    fail("a wrong descriptor of codes");
+    return false;
+  }
+  to.resize(rows * kPart);
+  for (int row = 0; row < rows; ++row) {
+    const uint32_t line = matrix.start + row / 8 * matrix.eight_rows + row % 8 * 128;
+    if (!holds(line, 32)) {
+      fail("a product reads beyond shared memory");
+      return false;
+    }
+    const uint32_t* const word = tensor_.at(scales, row % 32, row / 32);
+    if (word == nullptr) {
+      fail("a product reads scales beyond the columns of tensor memory");
+      return false;
+    }
+    for (int k = 0; k < kPart; ++k) {
+      const uint8_t pair = memory_[swizzled(line + k / 2, 128)];
+      const double value = code_value(k % 2 ? pair >> 4 : pair & 15) * scale_value(*word >> 8 * (k / 16));
+      to[k_first ? k * rows + row : row * kPart + k] = value;
+    }
+  }
+  return true;
+}
+
+void Block::run_multiply(const TensorWork& work) {
+  const uint32_t i = work.instruction;
+  const int tokens = (i >> 17 & 63) * 8;
+  // One CTA: 128 rows, e2m1 by e2m1, ue4m3 scales, nothing negated or transposed, no ids of scales.
+  if ((i & ~(63u << 17)) != 0x08000480 || tokens < 8 || tokens > 256) {
+    return fail("a wrong instruction descriptor");
+  }
+  std::vector<double> a, b, sums(kLanes * tokens);
+  if (!read_operand(work.a, work.a_scales, kLanes, false, a)) return;
+  if (!read_operand(work.b, work.b_scales, tokens, true, b)) return;
+  for (int row = 0; row < kLanes; ++row) {
+    for (int n = 0; n < tokens; ++n) {
+      const uint32_t* const from = tensor_.at(work.d, row, n);
+      if (from == nullptr) return fail("sums go beyond the columns of tensor memory");
+      float before;
+      std::memcpy(&before, from, 4);
+      sums[row * tokens + n] = work.keep ? before : 0;
+    }
+  }
+  multiply(a.data(), b.data(), sums.data(), tokens);
+  for (int row = 0; row < kLanes; ++row) {
+    for (int n = 0; n < tokens; ++n) {
+      const float after = static_cast<float>(sums[row * tokens + n]);
+      std::memcpy(tensor_.at(work.d, row, n), &after, 4);
+    }
+  }
+}
+
+// The oldest copy, product or commit.
+void Block::run_tensor_work() {
+  const TensorWork work = tensor_work_.front();
+  tensor_work_.pop_front();
+  switch (work.kind) {
+    case TensorWork::kCopy:
+      run_copy(work);
+      break;
+    case TensorWork::kMultiply:
+      run_multiply(work);
+      break;
+    case TensorWork::kCommit:
+      arrive(work.d, 0);
+      break;
+  }
+  progressed();
+}
+
+// ---- what fibers call ----
+
+namespace {
+
+constexpr size_t kMostLogged = 256;
+std::mutex log_mutex;
+std::vector<TensorWork> logged;  // what was started first
+
+void start(const TensorWork& work) {
+  Lane& lane = *block->lane_;
+  if (block->tensor_thread_ == nullptr) block->tensor_thread_ = &lane;
+  if (block->tensor_thread_ != &lane) block->fail("two threads start work of tensor cores");
+  if (!lane.fenced) block->fail("no fence between a wait and work of tensor cores");
+  block->tensor_work_.push_back(work);
+  const std::lock_guard<std::mutex> lock(log_mutex);
+  if (logged.size() < kMostLogged) logged.push_back(work);
+}
+
+}  // namespace
+
+void tensor_allocate(uint32_t smem, uint32_t columns) {
+  if (columns < 32 || columns > kTensorColumns || (columns & (columns - 1)) != 0)
+    block->fail("tensor memory is allocated in powers of two");
+  exchange(nullptr, 0);
+  if (place().thread.x % kWarp != 0) return;
+  if (block->tensor_.allocated() != 0) block->fail("tensor memory is allocated twice");
+  block->tensor_.allocate(columns);
+  const uint32_t address = 0;
+  std::memcpy(block->memory() + smem, &address, sizeof(address));
+}
+
+void tensor_free(uint32_t, uint32_t columns) {
+  exchange(nullptr, 0);
+  if (place().thread.x % kWarp != 0) return;
+  if (columns != block->tensor_.allocated()) block->fail("not all of the tensor memory is freed");
+  if (!block->tensor_work_.empty()) block->fail("tensor memory is freed before its work is over");
+  block->tensor_.free();
+}
+
+void tensor_fence_before() { block->lane_->tensor_read = false; }
+void tensor_fence_after() { block->lane_->fenced = true; }
+
+void tensor_load(uint32_t address, uint32_t* r, int columns) {
+  Lane& lane = *block->lane_;
+  if (!lane.fenced) block->fail("no fence between a wait and a load of tensor memory");
+  if (address >> 16 != lane.thread.x / kWarp % 4 * kWarp) block->fail("a warp loads another warp's lanes");
+  exchange(nullptr, 0);
+  lane.tensor_loads.push_back({address, r, columns});
+  std::fill(r, r + columns, kPoison);
+  lane.tensor_read = true;
+}
+
+void tensor_load_wait() {
+  Lane& lane = *block->lane_;
+  exchange(nullptr, 0);
+  for (const TensorLoad& load : lane.tensor_loads) {
+    for (int i = 0; i < load.columns; ++i) {
+      const uint32_t* const from = block->tensor_.at(load.address, lane.thread.x % kWarp, i);
+      if (from == nullptr) return block->fail("a load beyond the columns of tensor memory");
+      load.to[i] = *from;
+    }
+  }
+  lane.tensor_loads.clear();
+}
+
+void tensor_copy(uint32_t address, uint64_t descriptor) {
+  start({TensorWork::kCopy, address, 0, 0, 0, descriptor, 0, false});
+}
+
+void tensor_multiply(const TensorProduct& p) {
+  start({TensorWork::kMultiply, p.d, p.instruction, p.a_scales, p.b_scales, p.a, p.b, p.keep});
+  if (p.keep) return;
+  const int tokens = (p.instruction >> 17 & 63) * 8;
+  for (int row = 0; row < kLanes; ++row) {
+    for (int n = 0; n < tokens; ++n) {
+      if (uint32_t* const to = block->tensor_.at(p.d, row, n)) *to = kPoison;
+    }
+  }
+}
+
+void tensor_commit(uint32_t barrier) { start({TensorWork::kCommit, barrier, 0, 0, 0, 0, 0, false}); }
+
+void store_shared(uint32_t smem, const void* from, uint32_t bytes) {
+  if (!block->holds(smem, bytes) || smem % bytes != 0) block->fail("a store goes beyond shared memory");
+  std::memcpy(block->memory() + smem, from, bytes);
+  block->lane_->stored = true;
+}
+
+void fence_async_proxy() { block->lane_->stored = false; }
+
+}  // namespace emulator
+
+// Writes the first work that was started since the last call, at most `most`. Returns how much there is.
+extern "C" int emulator_tensor_log(emulator::TensorWork* to, int most) {
+  using namespace emulator;
+  const std::lock_guard<std::mutex> lock(log_mutex);
+  const int count = std::min(static_cast<int>(logged.size()), most);
+  std::copy_n(logged.begin(), count, to);
+  logged.clear();
+  return count;
+}

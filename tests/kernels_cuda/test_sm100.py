@@ -1,0 +1,313 @@
+"""NVFP4 rows by NVFP4 weights with tcgen05 (csrc/sm100), emulated: `make test-kernels`.
+
+By their C interface, against float64, bit for bit where sums are exact. Nothing but these tests runs the
+kernels so far.
+"""
+
+import ctypes
+import itertools
+import os
+import random
+from pathlib import Path
+
+import emulated
+import pytest
+import reference
+import torch
+from conftest import SEED
+from torch.nn.functional import pad
+
+ASKED = os.environ.get("FP4_KERNEL_ARCHS", "")
+pytestmark = [
+    pytest.mark.skipif(not ASKED, reason="compiles: make test-kernels"),
+    pytest.mark.skipif(emulated.cuda_headers() is None, reason="needs CUDA's headers"),
+]
+
+MODES = {"dense": 0, "contiguous": 1, "masked": 2}
+OUT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+TOKENS = 192, 128, 32
+"""Most tokens of a tile, for each candidate."""
+SHARED = 232448
+
+
+class Arguments(ctypes.Structure):
+    """`ProductArguments` of csrc/sm100/products.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in (
+            *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out"),
+            *("group_rows", "stream"),
+        )),
+        *((name, ctypes.c_int) for name in (
+            *("m", "groups", "n", "k", "x_scale_bytes", "config", "mode", "out_type", "bias_type"),
+        )),
+    ]  # fmt: skip
+
+
+def opened(file: Path, multiprocessors: int = 3, capability: int = 100) -> ctypes.CDLL:
+    """The kernels, on a GPU with so few multiprocessors that each has several tiles."""
+    library = ctypes.CDLL(str(file))
+    library.emulator_device(capability, multiprocessors, SHARED)
+    library.emulator_seed(torch.initial_seed() % 2**32)
+    return library
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    return emulated.kernels("sm100")
+
+
+@pytest.fixture
+def kernels(built):
+    return opened(built)
+
+
+def swizzled(scale: torch.Tensor) -> torch.Tensor:
+    """Scales [groups, n, k / 16] in blocks of 128 rows by 4, as torchao's `to_blocked` puts them."""
+    scale = pad(scale, (0, 0, 0, -scale.shape[1] % 128))
+    groups, rows, columns = scale.shape
+    blocks = scale.view(groups, rows // 128, 128, columns // 4, 4).transpose(2, 3)
+    return blocks.reshape(groups, -1, 4, 32, 4).transpose(2, 3).reshape(groups, -1).contiguous()
+
+
+class Operand:
+    """[.., rows, k] of codes and scales, and its values in float64."""
+
+    def __init__(self, lead: tuple[int, ...], k: int, factors: tuple[int, ...], exact: bool):
+        self.packed = torch.randint(0, 256, (*lead, k // 2), dtype=torch.uint8)
+        low, high = (0x30, 0x40) if exact else (0, 0x60)
+        self.scale = torch.randint(low, high, (*lead, k // 16)).to(torch.uint8)
+        self.factor = 2.0 ** torch.randint(-9, 3, factors) if exact else torch.rand(factors) + 0.1
+        values = reference.E2M1[reference.unpack_codes(self.packed).long()]
+        values *= reference.scale_values(self.scale.view(torch.float8_e4m3fn)).repeat_interleave(16, -1)
+        self.values = values * self.factor.double().view(*factors, *[1] * (values.dim() - len(factors)))
+
+
+class Case:
+    """A product: operands, groups, and what it is in float64."""
+
+    def __init__(self, mode, counts, n, k, *, exact=True, out=torch.float32, bias=None):
+        groups, self.mode, self.exact, self.out = len(counts), mode, exact, out
+        self.w = Operand((groups, n), k, (groups,), exact)
+        self.bias = None if bias is None else torch.randint(-8, 9, (groups, n)).to(bias)
+        self.group_rows, self.unused = None, random.choice((0, 0, 5))
+        if mode == "masked":
+            self.m = max(*counts, 1) + random.randint(0, 3)
+            self.group_rows, self.rows = torch.tensor(counts), groups * self.m
+            self.ids = reference.masked_indices(self.group_rows, self.m).reshape(-1)
+        elif mode == "contiguous":
+            self.m = self.rows = sum(counts) + self.unused
+            self.group_rows = torch.tensor(counts).cumsum(0)
+            self.ids = reference.m_indices(self.group_rows, self.m)
+        else:
+            self.m = self.rows = counts[0]
+            self.ids = torch.zeros(self.m, dtype=torch.long)
+        self.x = Operand((self.rows,), k, (self.rows,), exact)
+
+    def run(self, kernels, config: int = -1, **changed: int) -> torch.Tensor:
+        groups, n, k = self.w.values.shape
+        # What is behind the scales of a row is garbage, and so is what surrounds the operands.
+        x_scale = torch.full((self.rows, (k // 16 + 15) // 16 * 16), 0x7F, dtype=torch.uint8)
+        x_scale[:, : k // 16] = self.x.scale
+        out = torch.full((self.rows, n), torch.nan, dtype=self.out)
+        group_rows = None if self.group_rows is None else self.group_rows.int()
+        scales = swizzled(self.w.scale)
+        tensors = {
+            "x": self.x.packed, "x_scales": x_scale, "x_factor": self.x.factor, "codes": self.w.packed,
+            "scales": scales, "global_scale": self.w.factor, "bias": self.bias, "out": out,
+            "group_rows": group_rows,
+        }  # fmt: skip
+        given = Arguments(
+            **{name: t.data_ptr() for name, t in tensors.items() if t is not None},
+            m=self.m, groups=groups, n=n, k=k, x_scale_bytes=x_scale.shape[1], config=config,
+            mode=MODES[self.mode], out_type=OUT[self.out],
+            bias_type=0 if self.bias is None else OUT[self.bias.dtype],
+        )  # fmt: skip
+        for name, value in changed.items():
+            setattr(given, name, value)
+        self.code = kernels.fp4_kernel_products(ctypes.byref(given))
+        return out
+
+    def expected(self) -> torch.Tensor:
+        """float64, with zeros in rows of no group."""
+        found = torch.zeros(self.rows, self.w.values.shape[1], dtype=torch.float64)
+        for e, its in enumerate(self.w.values):
+            here = self.ids == e
+            found[here] = self.x.values[here] @ its.T
+            if self.bias is not None:
+                found[here] += self.bias[e].double()
+        return found
+
+    def agrees(self, kernels, config: int = -1) -> bool:
+        got, want = self.run(kernels, config), self.expected()
+        if self.code != 0:
+            return False
+        if self.exact:
+            return torch.equal(got, want.to(self.out))
+        zeros = not got[self.ids < 0].any()
+        return zeros and bool((got.double() - want).norm() <= 2e-6 * want.norm())
+
+
+def random_counts(tokens: int, mode: str) -> list[int]:
+    """Rows of each group: none, few, those of a tile of so many tokens, and more."""
+    if mode == "dense":
+        return [random.choice((1, tokens, tokens + 3))]
+    return random.sample([0, random.randint(1, 9), random.randint(10, tokens), tokens + 5], 4)
+
+
+SHAPES = [
+    *itertools.product((40, 128, 136), (64, 256, 320)),
+    *((8, 448), (264, 64), (256, 128), (120, 576), (384, 192)),
+]
+"""N and K: less than a tile, tiles and a bit, with K that ends in every part of a step."""
+
+
+@pytest.mark.parametrize("n, k", SHAPES)
+@pytest.mark.parametrize("config", range(len(TOKENS)))
+@pytest.mark.parametrize("mode", MODES)
+def test_products(mode, config, n, k, kernels):
+    """Every candidate and kind of groups: 126 points, bit for bit."""
+    bias, out = random.choice((None, torch.float32, torch.bfloat16)), random.choice(list(OUT))
+    case = Case(mode, random_counts(TOKENS[config], mode), n, k, bias=bias)
+    assert case.agrees(kernels, config)
+    case.out = out
+    assert case.agrees(kernels, config)
+
+
+SIZES = {
+    "K 2880": ("contiguous", [5, 0, 17, 2], 48, 2880),
+    "N 32768": ("contiguous", [3, 0, 2], 32768, 64),
+    "N 32768, one row": ("dense", [1], 32768, 128),
+    "256 groups": ("contiguous", [int(e % 9 == 0) for e in range(256)], 16, 128),
+    "256 groups, masked": ("masked", [e % 7 % 3 for e in range(256)], 16, 64),
+    "empty": ("contiguous", [0, 0, 0], 128, 128),
+    "no rows": ("masked", [0, 0, 0], 128, 128),
+    "one row": ("dense", [1], 128, 2048),
+    "partial masks": ("masked", [1, 0, 40, 13], 136, 192),
+    "many rows": ("contiguous", [300, 0, 170], 264, 320),
+    "long rows": ("dense", [200], 136, 4096),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sizes(size, kernels):
+    """With the candidate that the sizes suggest."""
+    assert Case(*SIZES[size]).agrees(kernels)
+
+
+@pytest.mark.parametrize("config", range(len(TOKENS)))
+def test_any_scales(config, kernels):
+    """Scales of all sizes, also zero, and factors that are no powers of two."""
+    assert Case("contiguous", [3, 0, 140], 72, 448, exact=False).agrees(kernels, config)
+
+
+@pytest.mark.parametrize("config", range(len(TOKENS)))
+def test_a_row_with_a_nan_or_negative_scale_is_nan(config, kernels):
+    """A scale of X that has a sign. The other rows stay as they are."""
+    case = Case("contiguous", [9, 20], 56, 320)
+    want = case.expected().float()
+    for row, change in zip(random.sample(range(29), 2), (128, 127)):
+        case.x.scale[row, random.randrange(20)] |= change
+        want[row] = torch.nan
+    weight = random.randrange(56)
+    case.w.scale[1, weight, random.randrange(20)] = 127
+    want[9:29, weight] = torch.nan
+    assert torch.equal(case.run(kernels, config).nan_to_num(1e9), want.nan_to_num(1e9))
+
+
+def test_offsets_that_decrease_or_exceed_are_clamped(kernels):
+    case = Case("contiguous", [4, 3, 0, 5], 40, 64)
+    rows = case.group_rows
+    case.group_rows = torch.tensor([rows[0], rows[1], -7, 1 << 20])
+    case.ids[case.ids < 0] = 3  # the last group ends where the rows do
+    assert case.agrees(kernels)
+
+
+def test_what_it_refuses(built):
+    """K that ends inside an instruction, N inside 16 bytes of results, a candidate too much, other GPUs."""
+    kernels = opened(built)
+    case = Case("dense", [3], 40, 128)
+    for changed in ({"k": 96}, {"n": 36}, {"config": len(TOKENS)}, {"x_scale_bytes": 8}, {"mode": 1}):
+        assert case.run(kernels, **changed).isnan().all() and case.code == -1, changed
+    assert case.agrees(kernels)
+    for capability in (90, 120):
+        case.run(opened(built, capability=capability))
+        assert case.code != 0
+
+
+# --- errors that the emulator finds ---
+
+KERNEL, CONFIG = "sm100/products_kernel.cuh", "sm100/products_config.cuh"
+WAIT = "barrier_wait(smem_address(&shared_.{}), {});\n"
+EMPTY = WAIT.format("empty[ring.index]", "ring.parity ^ 1")
+COMMIT = "tensor_commit(smem_address(&shared_.sums_full[buffer.index]));"
+ERRORS = {
+    "stride of codes": (CONFIG, "stride_between_eight_rows(8 * kRowBytes)", "stride_between_eight_rows(512)"),
+    "stride of scales": (CONFIG, "stride_between_eight_rows(8 * 16)", "stride_between_eight_rows(256)"),
+    "no swizzle": (CONFIG, "kDescriptorVersion | kSwizzle128 |", "kDescriptorVersion |"),
+    "no version": (CONFIG, "uint64_t(1) << 46", "uint64_t(0) << 46"),
+    "next part": (CONFIG, "kNextPart = kPart / 2 / 16", "kNextPart = kPart / 2 / 8"),
+    "type of B": (CONFIG, "kE2m1B = 1 << 10", "kE2m1B = 1 << 11"),
+    "tokens": (CONFIG, "(tokens / 8) << 17", "(tokens / 16) << 17"),
+    "scales of A": (KERNEL, "instruction, a_scales + i * kBlockColumns,", "instruction, a_scales,"),
+    "scales of B": (KERNEL, "i * Config::Blocks * kBlockColumns, keep", "i * kBlockColumns, keep"),
+    "block of scales": (KERNEL, "(i * Config::Blocks + block) * kBlockColumns", "(block * 4 + i) * 4"),
+    "rows of scales": (KERNEL, "pick(row[0].x, row[1].x,", "pick(row[1].x, row[0].x,"),
+    "next scales": (KERNEL, "load_scales(tile, step + kScaleWarps)", "load_scales(tile, step + 1)"),
+    "scales of the tile": (KERNEL, "problem_.tiling.columns + tile.column;", "problem_.tiling.columns;"),
+    "boxes": (KERNEL, "ceil_div(tile.rows, kBoxRows)", "max(1, tile.rows / kBoxRows)"),
+    "first product": (KERNEL, "step > 0);", "true);"),
+    "later products": (KERNEL, "keep || i > 0", "keep"),
+    "lanes": (KERNEL, "static_cast<uint32_t>(quarter * kWarp) << 16", "0"),
+    "buffer of sums": (KERNEL, "sums = columns + buffer.index * Config::MaxTokens", "sums = columns"),
+    "full": (KERNEL, WAIT.format("full[ring.index]", "ring.parity"), ""),
+    "empty, copies": (KERNEL, EMPTY + "      barrier", "barrier"),
+    "empty, scales": (KERNEL, EMPTY + "        store", "store"),
+    "sums full": (KERNEL, WAIT.format("sums_full[buffer.index]", "buffer.parity"), ""),
+    "sums empty": (KERNEL, WAIT.format("sums_empty[buffer.index]", "buffer.parity ^ 1"), ""),
+    "wait for loads": (KERNEL, "tensor_load_wait(values);", ""),
+    "fence of loads": (KERNEL, "tensor_fence_before();\n      barrier_arrive", "barrier_arrive"),
+    "fence of scales": (KERNEL, "fence_async_proxy();\n", "\n"),
+    "fence of products": (KERNEL, "tensor_fence_after();\n      start_step", "start_step"),
+    "early commit": (KERNEL, "    }\n    " + COMMIT, "      if (step == 0) " + COMMIT + "\n    }"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """A copy of the sources, and the objects of all but the kernels."""
+    made = tmp_path_factory.mktemp("sm100")
+    found = emulated.copy_sources("sm100", made)
+    others = [emulated.compile_one("sm100", file) for file in found if file.name != "products.cu"]
+    return made, others
+
+
+def cases() -> list[tuple[Case, int]]:
+    """Several tiles for each block, and tiles that need all that a candidate has."""
+    return [
+        (Case("contiguous", [190, 0, 37, 5], 264, 832), 0),
+        (Case("masked", [70, 3, 128], 136, 2048), 1),
+        (Case("contiguous", [31, 33, 0, 64], 520, 2880), 2),
+        (Case("contiguous", [40, 32, 0, 30], 1040, 64), 2),  # products run ahead of results
+    ]
+
+
+DRAWN = ERRORS if ASKED == "all" else random.Random(SEED).sample(list(ERRORS), 8)
+
+
+@pytest.mark.parametrize("error", [None, *DRAWN])
+def test_injected_errors_are_found(error, sources, tmp_path):
+    made, others = sources
+    name, old, new = ERRORS[error] if error else (KERNEL, "kernel", "kernel")
+    file = made / name
+    text = file.read_text()
+    assert text.count(old) == 1 or error is None
+    try:
+        file.write_text(text.replace(old, new))
+        kernels = emulated.compile_one("sm100", made / "sm100/products.cu")
+        library = opened(emulated.link([*others, kernels], tmp_path / "kernels.so"), multiprocessors=2)
+        library.emulator_patience(30 if error is None else 5)
+    finally:
+        file.write_text(text)
+    found = [case.agrees(library, config) for case, config in cases()]
+    assert all(found) if error is None else not all(found)

@@ -1,0 +1,208 @@
+"""csrc/sm100 without a GPU of compute capability 10.x: `make test-kernels`.
+
+The machine code for 10.0 and 10.3, and witnesses of how tcgen05 takes its operands: PTX of NVIDIA's CuTe DSL,
+which compiles without a GPU, and torch's swizzled scales.
+"""
+
+import ctypes
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import emulated
+import pytest
+import torch
+from places import HELPERS, ROOT
+from test_kernel_archs import ASKED, NVCC, of_kernels, setup
+from test_sm100 import Case, opened, swizzled
+
+pytestmark = [
+    pytest.mark.skipif(not ASKED, reason="compiles: make test-kernels"),
+    pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
+]
+
+SOURCE = Path("csrc/sm100/products.cu")
+KERNELS, MOST_REGISTERS = 3, 168
+"""A kernel for each candidate. The compiler asserts shared memory and the columns of tensor memory."""
+
+
+# --- machine code ---
+
+
+@pytest.mark.parametrize("arch", ["100f", "103a"] if ASKED == "all" else ["100f"])
+def test_instructions_registers_and_memory(arch, tmp_path):
+    """The FP4 tensor cores with four scales for 64 K and no others, scales by their copies to tensor memory,
+    boxes and plain bytes by the copy engine, and nothing in local memory."""
+    to = tmp_path / "products.o"
+    flags = [flag for flag in setup()["MMA"].flags(["100f"]) if "gencode" not in flag]
+    flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "--resource-usage"]
+    command = [NVCC, *flags, "-c", str(SOURCE), "-o", str(to)]
+    told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    pattern = (
+        r"properties for (\w+product_kernel\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers"
+    )
+    usage = re.findall(pattern, told.stdout + told.stderr, re.S)
+    assert len(usage) == KERNELS
+    for name, *memory, registers in usage:
+        assert memory == ["0", "0", "0"] and int(registers) <= MOST_REGISTERS, (name, memory, registers)
+    if arch == "103a":  # Triton's cuobjdump does not read it
+        return
+    bodies = of_kernels([to], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
+    assert len(bodies) == KERNELS
+    for name, body in bodies.items():
+        assert set(re.findall(r"\b[A-Z]*MMA[.\w]*", body)) == {"UTCOMMA.4X"}, name
+        assert set(re.findall(r"\bUTCCP\S*", body)) == {"UTCCP.T.S.4x32dp128bit"}, name
+        for instruction in ("UTMALDG.2D", "UBLKCP.S.G", "LDTM.x16", "UTCBAR"):
+            assert instruction in body, (name, instruction)
+
+
+# --- CuTe DSL ---
+
+
+def words_of_ptx(text: str) -> list[tuple]:
+    """The tcgen05 instructions of a kernel without loops, with the numbers that their operands have.
+
+    A branch goes around what one elected thread does, so none is taken. Shared memory begins at 0 and so does
+    tensor memory. Parameters are 0: they say whether operands are negated.
+    """
+    values: dict[str, int] = {"_": 0}
+    found = []
+
+    def value(name: str) -> int:
+        name = name.strip().strip("[]")
+        if "+" in name:
+            base, offset = name.split("+")
+            return value(base) + int(offset)
+        if name.startswith("%"):
+            return values[name]
+        return int(name) if name.lstrip("-").isdigit() else 0  # a symbol: shared memory
+
+    binary = {
+        "add": lambda a, b: a + b, "shr": lambda a, b: a >> b, "shl": lambda a, b: a << b,
+        "and": lambda a, b: a & b, "or": lambda a, b: a | b,
+    }  # fmt: skip
+    for line in text.splitlines():
+        if not (match := re.match(r"\s*([a-z][\w.:]*)\s+(.*);", line)):
+            continue
+        opcode, kind = match[1], match[1].split(".")[0]
+        operands = re.findall(r"\{[^}]*\}|[^,\s][^,]*", match[2])
+        if kind == "tcgen05":
+            name = opcode.split(".")[1]
+            if name in ("cp", "mma", "commit"):
+                found.append((name, opcode, [value(operand) for operand in operands]))
+        elif kind == "mov":
+            to, source = operands
+            if source.startswith("{"):
+                low, high = (value(part) for part in source.strip("{}").split(","))
+                values[to] = low & 0xFFFFFFFF | high << 32
+            elif to.startswith("{"):
+                low, high = (part.strip() for part in to.strip("{}").split(","))
+                values |= {low: value(source) & 0xFFFFFFFF, high: value(source) >> 32}
+            else:
+                values[to] = value(source)
+        elif kind in binary:
+            values[operands[0]] = binary[kind](*map(value, operands[1:]))
+        elif kind == "selp":
+            values[operands[0]] = value(operands[1 if value(operands[3]) else 2])
+        elif kind == "setp":
+            values[operands[0]] = int(value(operands[1]) != value(operands[2]))
+        elif kind in ("cvt", "shfl"):
+            values[operands[0]] = value(operands[1])
+        elif kind == "ld":  # parameters, and the address of tensor memory
+            values |= dict.fromkeys(re.findall(r"%\w+", operands[0]), 0)
+    return found
+
+
+class Step:
+    """What a step starts: copies without their order, products in theirs. Places count from the first."""
+
+    START = 0x3FFF
+
+    def __init__(self, copies: list[tuple[int, int]], products: list[tuple[int, ...]]):
+        d, a, b, self.instruction, a_scales, b_scales, _ = products[0]
+        self.products = [
+            (p[0] - d, p[1] - a, p[2] - b, p[3], p[4] - a_scales, p[5] - b_scales, bool(p[6]))
+            for p in products
+        ]
+        self.words = a & ~self.START, b & ~self.START
+        self.copies = {}
+        for operand, first in (("a", a_scales), ("b", b_scales)):
+            end = first + (16 if operand == "a" else 32)
+            its = [(column, word) for column, word in copies if first <= column < end]
+            least = min(word & self.START for _, word in its)
+            self.copies[operand] = {
+                (column - first, (word & self.START) - least, word & ~self.START) for column, word in its
+            }
+
+
+class Work(ctypes.Structure):
+    """`TensorWork` of the emulator."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint32) for name in ("kind", "d", "instruction", "a_scales", "b_scales")),
+        *(("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("keep", ctypes.c_bool)),
+    ]
+
+
+def our_step(tokens: int, config: int) -> Step:
+    """The first step of a tile of so many tokens."""
+    kernels = opened(emulated.kernels("sm100"), multiprocessors=1)
+    log = (Work * 256)()
+    kernels.emulator_tensor_log(log, len(log))  # forgets what others started
+    case = Case("dense", [tokens], 128, 256)
+    assert case.agrees(kernels, config)
+    works = log[: kernels.emulator_tensor_log(log, len(log))]
+    copies = [(w.d, w.a) for w in works if w.kind == 0]
+    products = [(w.d, w.a, w.b, w.instruction, w.a_scales, w.b_scales, w.keep) for w in works if w.kind == 1]
+    return Step(copies, products)
+
+
+@pytest.mark.parametrize("tokens, config", [(192, 0), (128, 1), (128, 0), (64, 1), (32, 2)])
+def test_as_cute(tokens, config, tmp_path):
+    """NVIDIA's library makes the same descriptors, the same columns for scales, and the same order."""
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        pytest.skip("needs nvidia-cutlass-dsl from PyPI")
+    command = [sys.executable, str(HELPERS / "cute_step.py"), str(tokens), str(tmp_path)]
+    subprocess.run(command, check=True, capture_output=True)
+    (ptx,) = tmp_path.glob("*.ptx")
+    found = words_of_ptx(ptx.read_text())
+    names = [name for name, *_ in found]
+    assert names == sorted(names, key=("cp", "mma", "commit").index) and names.count("mma") == 4
+    texts = {name: text for name, text, _ in found}
+    ours = (ROOT / "csrc/sm100/ptx_sm100.cuh").read_text()
+    assert texts["cp"] + " [" in ours and texts["commit"] + " [" in ours
+    assert texts["mma"].removesuffix(".collector::a::discard") + " [" in ours
+    theirs = Step(
+        [tuple(words) for name, _, words in found if name == "cp"],
+        [tuple(words) for name, _, words in found if name == "mma"],
+    )
+    mine = our_step(tokens, config)
+    assert mine.instruction == theirs.instruction
+    assert mine.words == theirs.words
+    if tokens > 128 or config != 0:  # with room for more tokens, the columns of parts are farther apart
+        assert mine.products == theirs.products
+        assert mine.copies == theirs.copies
+
+
+# --- scales ---
+
+
+def test_scales_are_as_torch_swizzles_them():
+    """The scale of row r and column c of a block of 128 by 4 is at 16 (r % 32) + 4 (r // 32) + c, and blocks
+    follow each other along K first. `to_blocked` of torch's tests of `scaled_mm` says the same."""
+    quantized = pytest.importorskip("torch.testing._internal.common_quantized")
+    groups, rows, columns = 2, 300, 8
+    scale = torch.randint(1, 256, (groups, rows, columns), dtype=torch.uint8)
+    got = swizzled(scale)
+    want = torch.zeros(groups, 384 * columns, dtype=torch.uint8)
+    for g in range(groups):
+        for r in range(rows):
+            for c in range(columns):
+                block = r // 128 * (columns // 4) + c // 4
+                want[g, 512 * block + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = scale[g, r, c]
+    assert torch.equal(got, want)
+    for g in range(groups):
+        assert torch.equal(got[g], quantized.to_blocked(scale[g]))
