@@ -10,6 +10,9 @@ from product_styles import (
     EXPERTS,
     Added,
     Bmm,
+    Capacity,
+    ChosenTogether,
+    ChosenTokens,
     Columns,
     E,
     Einsum,
@@ -31,13 +34,15 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FORMS = [
     (Gates, "BatchNorm and Dropout (torch-rechub)"), (Added, "one Linear"), (Stack, "three Linears"),
-    (Extraction, "Linear, ReLU"),
+    (Extraction, "Linear, ReLU"), (ChosenTokens, "a residual"),
+    (ChosenTogether, "gated, LayerNorm at the end"), (Capacity, "LayerNorm at the end"),
 ]  # fmt: skip
 FORMS_TOO = [
     (Where, "gated, LayerNorm at the end"), (Columns, "a residual"), (Einsum, "LayerNorm at the end"),
     (Bmm, "one Linear"), (Masked, "RMSNorm of its own at the end"), (Gates, "one Linear"),
     (Extraction, "gated, LayerNorm at the end"), (Where, "three Linears"), (Columns, "Linear, ReLU"),
-    (Extraction, "a residual"),
+    (Extraction, "a residual"), (ChosenTokens, "one Linear"), (ChosenTokens, "three Linears"),
+    (ChosenTogether, "a residual"), (Capacity, "three Linears"), (Capacity, "one Linear"),
 ]  # fmt: skip
 
 
@@ -110,6 +115,30 @@ class InputsOfTheirOwn(Listed):
         return (self.scores(x)[..., None] * y).sum(1)
 
 
+class PartsOfTheirOwn(Listed):
+    """A router chose something before, and each layer has another part of each row."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x * self.scores(x).max(-1).values[:, None]).repeat(1, E)
+        return torch.cat([layer(part) for layer, part in zip(self.list, rows.chunk(E, -1))], -1)
+
+
+class PositionsOfTheirOwn(Listed):
+    """Heads of several positions: nothing chose these rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + x * self.scores(x).max(-1).values[:, None]
+        return torch.stack([layer(x[e]) for e, layer in enumerate(self.list)])
+
+
+class ChosenForAll(Listed):
+    """Tokens are chosen once, and all layers have them: keys, values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[self.scores(x)[:, 0].topk(3).indices]
+        return torch.cat([layer(rows) for layer in self.list], -1)
+
+
 class OneScoreForAll(Listed):
     """A gate that scales the sum: nothing chooses among the layers."""
 
@@ -156,7 +185,10 @@ class OneMatrixForAll(Listed):
         return (self.scores(x)[..., None] * y).sum(1)
 
 
-REFUSED = [NoRouter, LearnedWeights, InputsOfTheirOwn, OneScoreForAll]
+REFUSED = [
+    *(NoRouter, LearnedWeights, InputsOfTheirOwn, OneScoreForAll, PartsOfTheirOwn, PositionsOfTheirOwn),
+    ChosenForAll,
+]
 REFUSED_TOO = [OneAfterAnother, SameColumnTwice, Routers, OneMatrixForAll, OneIsOther]
 
 
