@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
@@ -74,6 +75,10 @@ def disabled(module: nn.Module) -> None:
     module.forward = torch.compiler.disable(module.forward)
 
 
+def disabled_hook(module: nn.Module) -> None:
+    module.register_forward_hook(torch.compiler.disable(lambda m, args, out: None))
+
+
 CHANGES: tuple[Callable[[nn.Module], None], ...] = (
     printing,
     checking,
@@ -81,6 +86,7 @@ CHANGES: tuple[Callable[[nn.Module], None], ...] = (
     asking,
     breaking,
     disabled,
+    disabled_hook,
 )
 
 
@@ -101,22 +107,38 @@ def outside_of_experts(model: nn.Module) -> dict[str, nn.Module]:
     return {n: m for n, m in model.named_modules() if id(m) not in inner | around and n.count(".") < 4}
 
 
-def calls(model: nn.Module, *others: nn.Module) -> Iterator[tuple[torch.Tensor, ...]]:
-    for shape in ((2, 7), (1, 5)):
-        ids = tokens(*shape)
-        with torch.no_grad():
-            yield tuple(m(ids, use_cache=False).logits for m in (model, *others))
+def calls(model: nn.Module, *others: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Yield the logits of all models for prompts of two sizes, each with the step after it from the cache."""
+    for shape in ((2, 7), (3, 5)):
+        caches: list[dict[str, Any]] = [{} for _ in (model, *others)]
+        for ids in (tokens(*shape), tokens(shape[0], 1)):
+            with torch.no_grad():
+                outs = [m(ids, **cache) for m, cache in zip((model, *others), caches, strict=True)]
+            caches = [{"past_key_values": out.past_key_values} for out in outs]
+            yield [out.logits for out in outs]
 
 
-@pytest.mark.parametrize("family", [more(drawn), *map(more, FAMILIES)])
-def test_breaks_beside_experts(family):
-    family = family(FAMILIES) if callable(family) else family
-    model, recorder = tiny(family), Recorder(activation="bf16")
+def broken_beside_experts(family: str, *changes: Callable[[nn.Module], None]) -> tuple[nn.Module, nn.Module]:
+    """Return a model with breaks at drawn places, and its twin without."""
+    model = tiny(family)
     twin, modules = exact(family, model), outside_of_experts(model)
-    for _ in range(2):
-        name, how = drawn(list(modules)), drawn(CHANGES)
+    for how in changes:
+        name = drawn(list(modules))
         print(f"{family}: {how.__name__} {name}")
         how(modules[name])
+    return model, twin
+
+
+PAIRS = [
+    pytest.param(family, how, id=f"{family}-{how.__name__}", marks=pytest.mark.more)
+    for family, how in product(FAMILIES, CHANGES)
+]
+
+
+@pytest.mark.parametrize(("family", "how"), [pytest.param("", None, id="drawn"), *PAIRS])
+def test_breaks_beside_experts(family, how):
+    family, how, recorder = family or drawn(FAMILIES), how or drawn(CHANGES), Recorder(activation="bf16")
+    model, twin = broken_beside_experts(family, how, drawn(CHANGES))
     for got, want in calls(torch.compile(model, backend=recorder), twin):
         assert relative_error(got, want) < 1e-3, recorder.reasons
     assert recorder.ops, recorder.reasons
@@ -131,13 +153,14 @@ def within_the_formats_error(family: str, change: Callable[[nn.Module], None]) -
         assert relative_error(got, want) < 2 * relative_error(most, want) + 1e-5, recorder.reasons
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("family", [drawn, *map(more, FAMILIES)])
-def test_breaks_within_blocks_of_experts(family):
-    family = family(FAMILIES) if callable(family) else family
+@pytest.mark.parametrize(
+    ("family", "how"), [pytest.param("", None, id="drawn", marks=pytest.mark.more), *PAIRS]
+)
+def test_breaks_within_blocks_of_experts(family, how):
+    family, how = family or drawn(FAMILIES), how or drawn(CHANGES)
 
     def change(model: nn.Module) -> None:
-        module, how = drawn(list(expert_block(model).modules())), drawn(CHANGES)
+        module = drawn(list(expert_block(model).modules()))
         print(f"{family}: {how.__name__} {type(module).__name__}")
         how(module)
 
@@ -151,12 +174,10 @@ def test_accelerates_hooks(family):
 
 
 @pytest.mark.slow
-@pytest.mark.more  # the same breaks as above, around more of a model
-def test_through_inductor():
-    model = tiny("qwen3_moe")
-    twin = exact("qwen3_moe", model)
-    printing(model.model.layers[1])
-    compiled = torch.compile(model, backend="fp4", options={"activation": "bf16"})
-    with torch.no_grad():
-        ids = tokens(2, 7)
-        assert relative_error(compiled(ids, use_cache=False).logits, twin(ids, use_cache=False).logits) < 1e-3
+@pytest.mark.more
+@pytest.mark.parametrize("family", [pytest.param("", id="drawn"), *FAMILIES])
+def test_through_inductor(family):
+    """A prompt only: Inductor compiles each part between breaks."""
+    model, twin = broken_beside_experts(family or drawn(FAMILIES), drawn(CHANGES))
+    got, want = next(calls(torch.compile(model, backend="fp4", options={"activation": "bf16"}), twin))
+    assert relative_error(got, want) < 1e-3
