@@ -1,8 +1,9 @@
 """Writes GGUF files of models with real shapes and random blocks, for llama.cpp.
 
 `MODELS` has models that people use: Qwen3-30B-A3B in Q4_K_M, and gpt-oss-120b with MXFP4 experts and its
-other weights in Q8_0. The values of all matrices have a standard deviation of about 0.02, and the weights of
-norms are 1. The file has no tokenizer, because llama-bench uses random token ids.
+other weights in Q8_0. The values of matrices have a standard deviation of about 0.02, and those of the
+embedding of 1, because otherwise tokens could get the same routing in later layers. The weights of norms are
+1. The file has no tokenizer, because llama-bench uses random token ids.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ class Tensor:
     shape: tuple[int, ...]
     """In the file's order: the length of a row comes first."""
     type: str
+
+    @property
+    def deviation(self) -> float:
+        return 1 if self.name == "token_embd.weight" else 0.02
 
 
 @dataclass(frozen=True)
@@ -141,21 +146,22 @@ def gpt_oss(n: dict[str, Any], layers: int) -> Iterator[Tensor]:
             yield Tensor(f"blk.{i}.{name}.weight", (size,), "F32")
 
 
-def pool(kind: str, rng: np.random.Generator) -> np.ndarray:
-    """Returns random blocks of a type as bytes. Their scales make values of about 0.02."""
+def pool(kind: str, deviation: float, rng: np.random.Generator) -> np.ndarray:
+    """Returns random blocks of a type as bytes. Their scales give the values a standard deviation."""
     type = TYPES[kind]
     count = POOL_BYTES // type.size
     if kind == "F32":
-        return rng.normal(0, 0.02, count).astype("<f4").view(np.uint8)
+        return rng.normal(0, deviation, count).astype("<f4").view(np.uint8)
     blocks = rng.integers(0, 256, (count, type.size), np.uint8)
-    scale = lambda value: np.frombuffer(np.array(value, "<f2").tobytes(), np.uint8)  # noqa: E731
+    scale = lambda value: np.frombuffer(np.array(value * deviation, "<f2").tobytes(), np.uint8)  # noqa: E731
     if kind == "Q8_0":
-        blocks[:, :2] = scale(2.7e-4)
+        blocks[:, :2] = scale(0.0135)
     elif kind == "Q4_K":  # a scale and a minimum: 7.5 minima centre the 16 codes
-        blocks[:, :2], blocks[:, 2:4] = scale(1.2e-4), scale(9e-4)
+        blocks[:, :2], blocks[:, 2:4] = scale(0.004), scale(0.03)
     elif kind == "Q6_K":
-        blocks[:, -2:] = scale(1.5e-5)
+        blocks[:, -2:] = scale(7.3e-4)
     else:
+        assert deviation == 0.02
         blocks[:, 0] = rng.integers(119, 121, count)
     return blocks.reshape(-1)
 
@@ -199,7 +205,8 @@ def write(path: Path, model: Model, layers: int, seed: int = 0) -> int:
     header = b"".join(head)
     begin = padded(len(header))
     rng = np.random.default_rng(seed)
-    pools = {kind: pool(kind, rng) for kind in sorted({t.type for t in tensors})}
+    kinds = sorted({(t.type, t.deviation) for t in tensors})
+    pools = {kind: pool(*kind, rng) for kind in kinds}
     first = rng.integers(0, 1 << 20, len(tensors)).tolist()
     with path.open("w+b") as file:
         file.truncate(begin + starts[-1])
@@ -208,6 +215,10 @@ def write(path: Path, model: Model, layers: int, seed: int = 0) -> int:
             data[: len(header)] = np.frombuffer(header, np.uint8)
             targets = [data[begin + start :][:size] for start, size in zip(starts, sizes)]
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
-                list(threads.map(lambda t, at, to: fill(t, pools[t.type], at, to), tensors, first, targets))
+                list(
+                    threads.map(
+                        lambda t, at, to: fill(t, pools[t.type, t.deviation], at, to), tensors, first, targets
+                    )
+                )
             del data, targets
     return begin + starts[-1]
