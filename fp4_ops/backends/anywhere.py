@@ -198,7 +198,8 @@ def _attention_with_sinks(q, keys, values, mask, scale, sinks):
         logits = logits.masked_fill(~mask, float("-inf"))
     sinks = sinks.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
     weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
-    return (weights @ values).transpose(1, 2).to(q.dtype, memory_format=torch.contiguous_format)
+    out = (weights @ values).transpose(1, 2)
+    return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):

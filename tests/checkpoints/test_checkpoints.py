@@ -410,7 +410,7 @@ def test_files_that_lie(tmp_path):
     with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         fp4_ops.load_checkpoint(None, tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(CheckpointError, match=r"has no config\.json: it holds weights alone"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json: it holds only weights"):
         fp4_ops.load_checkpoint(None, tmp_path)
     with pytest.raises(CheckpointError, match=r"nowhere is not a folder"):
         fp4_ops.load_checkpoint(None, tmp_path / "nowhere")
