@@ -84,8 +84,10 @@ class Used:
         self.thread.join()
 
 
-def bench(arguments: list[str], on_gpu: bool) -> Iterator[tuple[dict, float]]:
-    """Yields llama-bench's results as it prints them, and the GB of the GPU that it has used until then."""
+def bench(arguments: list[str], on_gpu: bool, failed: list[int]) -> Iterator[tuple[dict, float]]:
+    """Yields llama-bench's results as it prints them, and the GB of the GPU that it has used until then.
+    Appends its exit status to `failed` if it failed.
+    """
     env = os.environ | ({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})
     words = ["timeout", "--foreground", str(LIMIT_S), *arguments, "-r", str(REPEATS), "-o", "jsonl"]
     with Used() as used, subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
@@ -95,6 +97,7 @@ def bench(arguments: list[str], on_gpu: bool) -> Iterator[tuple[dict, float]]:
                 yield json.loads(line), used.gb()
     if process.returncode:
         print(f"{' '.join(arguments)} ended with {process.returncode}", flush=True)
+        failed.append(process.returncode)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
+    failed: list[int] = []
     for name in args.models.split(","):
         model = gguf_models.MODELS[name]
         layers = args.layers or model.layers
@@ -125,7 +129,7 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                     ("decode", ["-p", "0", "-n", str(STEPS), "-d", place.depths]),
                     ("prompt", ["-p", place.prompts, "-n", "0"]),
                 ):
-                    for found, gpu_gb in bench([*words, *test], where != "cpu"):
+                    for found, gpu_gb in bench([*words, *test], where != "cpu", failed):
                         record.ELSEWHERE["llama.cpp"] = found["build_commit"]
                         decode = table == "decode"
                         yield {
@@ -138,6 +142,8 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                         }  # fmt: skip
         finally:
             file.unlink(missing_ok=True)
+    if failed:
+        raise SystemExit(f"{len(failed)} runs of llama-bench failed; the record has the rows of the others")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ compilation. The script uses an NVIDIA GPU if there is one.
 from __future__ import annotations
 
 import argparse
+import atexit
+import contextlib
 import copy
 import logging
 import math
@@ -41,10 +43,12 @@ def first_compilation() -> subprocess.Popen[bytes] | None:
         return None
     code = "import torch; torch.set_num_threads(1); torch.compile(lambda x: x + 1)(torch.ones(64))"
     command = [sys.executable, "-W", "ignore", "-c", code]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    atexit.register(process.kill)
+    return process
 
 
-FIRST = first_compilation() if __name__ == "__main__" else None
+FIRST = first_compilation() if __name__ == "__main__" and sys.argv[1:] in ([], ["--full"]) else None
 
 # These imports come only now, because they take seconds.
 from torch import Tensor  # noqa: E402
@@ -224,7 +228,8 @@ def main() -> None:
     )
     prompts = {b: text[: b * PROMPT].view(b, PROMPT) for b in BATCHES}
     if FIRST is not None:
-        FIRST.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            FIRST.wait(60)
     for v in variants:
         warm_up(v, prompts, speeds)
     for i in range(rounds):

@@ -104,7 +104,7 @@ class Evidence:
         self._leads: set[fx.Node] = set()
         """Choices by a softmax or a topk, and the nodes that these are computed from."""
         self._routers: set[fx.Node] = set()
-        """Nodes whose results these choices read before anything was rewritten."""
+        """Nodes from which a choice is computed, in the graph as it was before any rewriting."""
         for node in graph.nodes:
             self._classify(node)
         for node in reversed(graph.nodes):

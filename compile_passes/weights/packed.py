@@ -248,8 +248,8 @@ register_optimizer_step_post_hook(_after_a_step)
 
 
 def refresh(model: torch.nn.Module) -> int:
-    """Packs all weights of `model` again that `backend="fp4"` has packed. Returns the number of these
-    weights.
+    """Packs all weights of `model` again that `backend="fp4"` has packed. Returns how many
+    packed weights there are. A weight joined from many parameters counts once.
 
     Call it after a write that the backend cannot notice, such as one to a few elements through `.data`,
     NumPy or a kernel (docs/compiler.md, "Weights that change"). Call it also after any write if you captured

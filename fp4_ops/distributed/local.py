@@ -19,7 +19,8 @@ class Parts(NamedTuple):
     """True if `y` is [T, H], the weighted sum of each token's experts; False if it has a row for each pair.
     """
     places: Tensor | None = None
-    """Row of each (token, slot), int32, if `y` has a row for each pair. None: rows are in that order."""
+    """Row of each (token, slot), int32, if `y` has a row for each pair. None: rows are in the order of
+    the pairs."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ Prompts on an H100 (16 layers of Qwen3-30B-A3B), ms without cuDNN, with a new pl
 def avoid_attention_plans(model: nn.Module) -> None:
     """Let a transformers model run attention without cuDNN in uncompiled calls that have few tokens and no
     gradients."""
-    # Dynamo traces hooks of inner modules with the model. Hooks of the outermost would stay outside.
+    # Dynamo traces the hooks of inner modules together with the model, but not those of the outermost one.
     inner = getattr(model, "base_model", model)
     if inner is model or not isinstance(inner, nn.Module):
         return

@@ -15,8 +15,8 @@ _DIVIDED = frozenset({"past_key_values", "attention_mask", "position_ids", "use_
 
 
 def divide_prompts(model: Any) -> None:
-    """Makes `generate` divide prompts into parts that fit into the model's memory plan, if the plan limits
-    them."""
+    """Makes `generate` divide prompts into parts that fit into the model's memory plan, if this transformers
+    reads prompts by `_prefill`. Prompts with arguments other than _DIVIDED stay whole."""
     if hasattr(type(model), "_prefill"):
         model._prefill = types.MethodType(_prefill, model)
 

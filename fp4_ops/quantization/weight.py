@@ -80,7 +80,8 @@ def quantize_weight(
         else:
             rows = _slices(n, ROUNDED.get(w.device.type, ROUNDED["cpu"]) // max(1, len(w[part]) * k))
         for row in rows:
-            # If two scales are nearly equal, the order of a sum decides, and the strides decide that order.
+            # If two scales are nearly equally good, the rounding of a sum decides between them. It depends on
+            # the order of the terms, and so on the strides.
             here = w[part, row].float().contiguous()
             made = _quantize(here, fmt, chosen, global_scale[part], inputs)
             packed[part, row], codes[part, row] = made
