@@ -383,10 +383,13 @@ class _Combination(Matcher):
 
 
 def _chooses_rows(node: fx.Node) -> bool:
-    """Return whether a node is the first whose number of rows depends on the data: `nonzero`, a mask."""
+    """Return whether the number of a node's rows may depend on the data."""
     tags = getattr(node.target, "tags", ())
-    may = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
-    return (may or node.op == "placeholder") and bool(free_unbacked_symbols(node.meta.get("val")))
+    return (
+        torch.Tag.dynamic_output_shape in tags
+        or torch.Tag.data_dependent_output in tags
+        or (node.op == "placeholder" and bool(free_unbacked_symbols(node.meta.get("val"))))
+    )
 
 
 def _source(node: fx.Node) -> fx.Node | None:
