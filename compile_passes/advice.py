@@ -159,8 +159,8 @@ AFTER_EXPERTS = (
 )
 BATCH_ROWS = (
     "if every expert takes the same number of tokens, C, gather them as rows [E, C, H] and multiply these by "
-    "the stacked weights: torch.bmm(rows, w). Otherwise no change helps: one operator for a whole block "
-    "needs tokens that choose experts, not experts that choose tokens"
+    "the stacked weights: torch.bmm(rows, w). Otherwise no change helps: the proof only covers experts that "
+    "tokens choose, not tokens that experts choose"
 )
 HIDDEN_LAST = "let the experts' output end in its hidden dimension: [..., H]"
 FLATTEN = "flatten the tokens before the experts, x.view(-1, H), so that one dimension is dynamic"

@@ -5,8 +5,7 @@ Each expert is the part of the graph that leads to its output and to no other ex
 these parts differ only in their weights and in the number of the expert. Each product is rewritten by itself,
 so what is between the products may be anything. One of these must show that a router chooses:
 
-- dispatch: each part has rows of its own, and a choice that depends on the model's inputs selects them.
-  Tokens may choose experts, or experts may choose tokens;
+- dispatch: each part has rows of its own, and a choice that depends on the model's inputs selects them;
 - combination: the outputs are added with a router's weights, each once and with its own. mixture.py proves
   this, with each output in the place of a down product.
 """
@@ -18,26 +17,20 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.nodes import (
     CUTS,
     FLOATING,
-    PRODUCTS,
     RESHAPES,
     SWAPS,
     aten,
     has_chosen_rows,
     is_op,
-    is_pointwise,
     is_product,
     is_tensor,
-    item,
     operand,
     reached,
-    same_shape,
     shape,
     strip,
     through,
@@ -47,7 +40,7 @@ from ..index.reader import Reader
 from ..index.terms import Ref, Term
 from ..refusal import Kind, Refused
 from .block import UP, Act, Linear, Matrix, Mixture, Parts
-from .evidence import NORMS, READS, Evidence, indices_of
+from .evidence import Evidence
 from .mixture import Matcher, _Input
 from .pieces import K
 from .products import factors, read_matrix
@@ -59,8 +52,6 @@ _FAR = 96
 _FOR_EACH = 8
 _TRIED = 12
 """The largest number of nodes that are tried as the combination of the same experts."""
-_KEEP_ROWS = (*RESHAPES, aten._to_copy, aten.split, aten.split_with_sizes, aten.chunk, *PRODUCTS, *NORMS)
-"""Operators whose results have the rows of their first tensors, besides operators on each element."""
 _MOST = 16
 """The largest number of products in an expert. Larger parts are whole networks. Walking them for each node
 would take time that grows with the square of their depth."""
@@ -132,9 +123,6 @@ class Search:
                     self._matrices[node] = matrix
         self._of_weights = set(fixed)
         """Nodes that are computed from parameters alone."""
-        self._has_masks = any(map(_chooses_rows, self._nodes))
-        self._chosen: set[fx.Node] = set()
-        """Nodes with rows that were chosen: by a mask, or by ids that the model computes."""
 
     def run(self) -> Iterator[Alike]:
         """Yield groups, the later ones in the graph first. No expert is a part of an expert that was yielded
@@ -148,7 +136,7 @@ class Search:
             if len(outputs) - len(routers) < 2:
                 continue
             ends = self._ends(outputs)
-            if ends[0] or self._chosen.issuperset(outputs):
+            if ends[0] or all(map(has_chosen_rows, outputs)):
                 for alike in self._alike(outputs, ends):
                     covered |= alike.nodes
                     yield alike
@@ -166,8 +154,6 @@ class Search:
             if node in self._fixed:
                 key = _parameter(node)
             elif node.op == "call_function" and inputs:
-                if self._keeps_chosen_rows(node):
-                    self._chosen.add(node)
                 if self._of_weights.issuperset(inputs):
                     self._of_weights.add(node)
                 before = max((depth.get(n, 0) for n in inputs), default=0)
@@ -182,34 +168,10 @@ class Search:
                 classes.setdefault(kind, []).append(node)
         return sorted((c for c in classes.values() if len(c) > 1), key=lambda c: -self._at[c[-1]])
 
-    def _keeps_chosen_rows(self, node: fx.Node) -> bool:
-        if self._has_masks and has_chosen_rows(node):
-            return True
-        if is_op(node, *READS) and _floats(node):
-            return any(map(self._evidence.chooses, indices_of(node)))
-        if self._is_own_part(node):
-            return True
-        inputs = node.all_input_nodes
-        if self._chosen.isdisjoint(inputs):
-            return False
-        if is_pointwise(node):  # a sum with other rows is no choice of rows
-            whole = (n for n in inputs if is_tensor(n) and same_shape(shape(n), shape(node)))
-            return self._chosen.issuperset(whole)
-        return is_op(node, *_KEEP_ROWS) or item(node) is not None
-
-    def _is_own_part(self, node: fx.Node) -> bool:
-        """Return whether a node is a part of rows that a router placed, and has whole rows."""
-        source = _source(node)
-        if source is None or not self._evidence.places(source):
-            return False
-        return same_shape(shape(node)[-1:], shape(source)[-1:])
-
     def _call(self, node: fx.Node, name: Callable[[fx.Node], int], numbers: list[Any]) -> tuple[Any, ...]:
-        """Return the call of a node as a key. Numbers that choose rows, or a part of a weight, of a router's
-        scores or of rows that a router placed, are left out of the key and added to `numbers`."""
+        """Return the call of a node as a key. Numbers that choose rows or a part of a weight are left out of
+        the key and added to `numbers`."""
         free = node in self._of_weights or not _floats(node)
-        if not free and (source := _source(node)) is not None:
-            free = self._evidence.are_scores(source) or self._is_own_part(node)
 
         def one(a: Any) -> Any:
             if isinstance(a, fx.Node):
@@ -289,7 +251,7 @@ class Search:
 
     def _are_dispatched(self, experts: list[Expert]) -> bool:
         """Return whether each expert has rows of its own, and the model computes which rows these are."""
-        if not all(self._chosen.issuperset(e.products) for e in experts):
+        if not all(has_chosen_rows(p) for e in experts for p in e.products):
             return False
         if len({e.numbers for e in experts}) < len(experts) or any(self._goes_on(e.output) for e in experts):
             return False
@@ -300,7 +262,7 @@ class Search:
         middle of an expert."""
 
         def on_them(n: fx.Node) -> bool:  # a dropout returns several results
-            return n in self._chosen if is_tensor(n) else isinstance(n.meta.get("val"), (tuple, list))
+            return has_chosen_rows(n) if is_tensor(n) else isinstance(n.meta.get("val"), (tuple, list))
 
         rows = reached(output.users, lambda n: n.users if on_them(n) else ())
         return not rows.keys().isdisjoint(self._matrices)
@@ -380,22 +342,6 @@ class _Combination(Matcher):
         expert = self._experts[lin.weight.node]
         x = Ref(next(iter(self._experts)), (K,))  # the same for all: what they read was compared before
         return _Input(x, (), Act("", UP, False), expert.matrices, (None,) * len(expert.matrices), None)
-
-
-def _chooses_rows(node: fx.Node) -> bool:
-    """Return whether the number of a node's rows may depend on the data."""
-    tags = getattr(node.target, "tags", ())
-    return (
-        torch.Tag.dynamic_output_shape in tags
-        or torch.Tag.data_dependent_output in tags
-        or (node.op == "placeholder" and bool(free_unbacked_symbols(node.meta.get("val"))))
-    )
-
-
-def _source(node: fx.Node) -> fx.Node | None:
-    """Return the tensor that a node is a part of: a slice, or one of several."""
-    cut = (item(node) or (node,))[0]
-    return operand(cut) if is_tensor(node) and is_op(cut, *CUTS, aten.unbind) else None
 
 
 def _parameter_of(weight: fx.Node) -> fx.Node:

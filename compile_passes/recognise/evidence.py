@@ -59,11 +59,11 @@ _ATTENTION = (
     aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention,
 )  # fmt: skip
-NORMS = (aten.native_layer_norm, aten.layer_norm, aten.rms_norm, aten.native_group_norm)
+_NORMS = (aten.native_layer_norm, aten.layer_norm, aten.rms_norm, aten.native_group_norm)
 _KEEP_ORDER = (*RESHAPES, aten._to_copy)
 _VIEWS = (*_KEEP_ORDER, *SWAPS, *CUTS, aten.expand)
 _PUTS = (aten.index_put, aten.scatter, aten.scatter_add, aten.index_add, aten.index_copy, aten.masked_scatter)
-READS = (aten.index, aten.index_select, aten.gather, aten.embedding)
+_READS = (aten.index, aten.index_select, aten.gather, aten.embedding)
 _FAR = 96
 """A product's combination must come within this many nodes after it."""
 _VERY_FAR = 1024
@@ -103,15 +103,10 @@ class Evidence:
         """
         self._leads: set[fx.Node] = set()
         """Choices by a softmax or a topk, and the nodes that these are computed from."""
-        self._routers: set[fx.Node] = set()
-        """Nodes from which a choice is computed, in the graph as it was before any rewriting."""
         for node in graph.nodes:
             self._classify(node)
         for node in reversed(graph.nodes):
-            read = not self._leads.isdisjoint(node.users)
-            if read:
-                self._routers.add(node)
-            if _decides(node) or (read and _passes_on(node)):
+            if _decides(node) or (not self._leads.isdisjoint(node.users) and _passes_on(node)):
                 self._leads.add(node)
 
     def _classify(self, node: fx.Node) -> None:
@@ -141,7 +136,7 @@ class Evidence:
         """Return whether an operator is a product with weights, attention or a norm."""
         if is_op(node, *PRODUCTS):
             return any(through(n, *_VIEWS) in self._facts.fixed for n in node.all_input_nodes)
-        return is_grouped_mm(node) or is_op(node, *_ATTENTION, *NORMS)
+        return is_grouped_mm(node) or is_op(node, *_ATTENTION, *_NORMS)
 
     @property
     def has_router(self) -> bool:
@@ -156,27 +151,12 @@ class Evidence:
         """Return whether a node holds a router's scores, or is computed from them."""
         return node in self._soft
 
-    def are_scores(self, node: fx.Node) -> bool:
-        """Return whether a node holds a router's scores as a softmax, a sigmoid or a topk left them."""
-        node = through(node, *_KEEP_ORDER, *SWAPS, *CUTS)
-        made = (item(node) or (node,))[0]
-        return node in self._soft and is_op(made, *_SOFT, aten.topk, aten.sort)
-
-    def places(self, node: fx.Node) -> bool:
-        """Return whether a node holds rows that a router placed: it read or wrote them by chosen indices, or
-        multiplied a matrix made of choices with them."""
-        node = through(node, *_KEEP_ORDER, *SWAPS, *CUTS)
-        if is_op(node, *READS, *_PUTS):
-            return not self._hard.isdisjoint(indices_of(node))
-        made_of = not self._hard.isdisjoint(node.all_input_nodes)
-        return made_of and is_op(node, *PRODUCTS) and not self.mixes_columns(node)
-
     def named(self, weight: fx.Node) -> bool:
         return self._facts.in_4_bits(weight) or bool(NAME.search(input_name(weight)))
 
     def is_router(self, product: fx.Node) -> bool:
         """Return whether a softmax or a topk chooses by the result of this product."""
-        return product in self._routers
+        return not self._leads.isdisjoint(product.users)
 
     def may_be_routed(self, products: Sequence[fx.Node]) -> bool:
         """Return whether choices or scores are combined with anything before or after these products."""
@@ -309,7 +289,7 @@ class Evidence:
     def _is_put(self, buffer: fx.Node) -> bool:
         """Return whether whole rows were written to a buffer at chosen positions."""
         buffer = through(buffer, *_KEEP_ORDER, aten.slice)
-        return is_op(buffer, *_PUTS) and any(n in self._hard for n in indices_of(buffer))
+        return is_op(buffer, *_PUTS) and any(n in self._hard for n in _indices(buffer))
 
     # --- combination ---
 
@@ -333,7 +313,7 @@ class Evidence:
 
     def _places(self, node: fx.Node, rows: fx.Node) -> bool:
         """Return whether `node` writes or reads rows [E C, N] by chosen ids."""
-        if is_op(node, *READS):
+        if is_op(node, *_READS):
             first, table = is_op(node, aten.index, aten.embedding) or node.args[1] == 0, operand(node)
         elif is_op(node, aten.index_put):
             first, table = True, operand(node, 2)
@@ -341,7 +321,7 @@ class Evidence:
             first, table = node.args[1] == 0, operand(node, len(node.args) - 1)
         else:
             return False
-        by_ids = any(n in self._hard for n in indices_of(node))
+        by_ids = any(n in self._hard for n in _indices(node))
         return bool(first) and table is rows and by_ids
 
     def _weights(self, v: Value, carrier: _Carrier) -> bool:
@@ -388,7 +368,7 @@ def _decides(node: fx.Node) -> bool:
     return is_op(node, *_CHOICES, aten._softmax, aten.softmax, aten._log_softmax, aten.log_softmax)
 
 
-def indices_of(node: fx.Node) -> list[fx.Node]:
+def _indices(node: fx.Node) -> list[fx.Node]:
     """Return the index tensors with which an operator reads or writes."""
     if is_op(node, aten.index, aten.index_put):
         return [n for n in several(node, 1) if isinstance(n, fx.Node)]
@@ -420,7 +400,7 @@ def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:
     """Return the products that rows are computed from by elementwise operators or a norm."""
 
     def step(node: fx.Node) -> Iterable[fx.Node]:
-        passes_on = is_op(node, *_VIEWS, *NORMS, aten.cat, aten.glu) or item(node) or is_pointwise(node)
+        passes_on = is_op(node, *_VIEWS, *_NORMS, aten.cat, aten.glu) or item(node) or is_pointwise(node)
         return node.all_input_nodes if passes_on and node not in products else ()
 
     return products & reached([rows], step).keys()

@@ -146,45 +146,6 @@ class Masked(Listed):
         return out
 
 
-class ChosenTokens(Listed):
-    """Expert choice: each expert takes the tokens with its largest scores."""
-
-    TOKENS = 3
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores, out = self.scores(x), torch.zeros_like(x)
-        for e, expert in enumerate(self.list):
-            weights, token = scores[:, e].topk(self.TOKENS)
-            out.index_add_(0, token, expert(x[token]) * weights[:, None])
-        return out
-
-
-class ChosenTogether(ChosenTokens):
-    """Expert choice by one topk, added in place."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, tokens = self.scores(x).topk(self.TOKENS, 0)
-        out = torch.zeros_like(x)
-        for weight, token, expert in zip(weights.unbind(1), tokens.unbind(1), self.list):
-            out[token] += expert(x[token]) * weight[:, None]
-        return out
-
-
-class Capacity(Listed):
-    """Experts with room for a number of tokens (ST-MoE): a matrix of choices fills and reads their rows."""
-
-    ROOM = 4
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, ids = self.scores(x).max(-1)
-        hot = F.one_hot(ids, E)
-        at = hot.cumsum(0) - 1
-        choice = (hot * (at < self.ROOM))[..., None] * F.one_hot(at.clamp(0, self.ROOM - 1), self.ROOM)
-        rows = torch.einsum("tec,th->ech", choice.to(x.dtype), x)
-        y = torch.stack([expert(own) for expert, own in zip(self.list, rows.unbind(0))])
-        return torch.einsum("tec,ech->th", choice * weight[:, None, None], y)
-
-
 class Gates(Listed):
     """MMoE"""
 

@@ -10,9 +10,6 @@ from product_styles import (
     EXPERTS,
     Added,
     Bmm,
-    Capacity,
-    ChosenTogether,
-    ChosenTokens,
     Columns,
     E,
     Einsum,
@@ -34,15 +31,13 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FORMS = [
     (Gates, "BatchNorm and Dropout (torch-rechub)"), (Added, "one Linear"), (Stack, "three Linears"),
-    (Extraction, "Linear, ReLU"), (ChosenTokens, "a residual"),
-    (ChosenTogether, "gated, LayerNorm at the end"), (Capacity, "LayerNorm at the end"),
+    (Extraction, "Linear, ReLU"),
 ]  # fmt: skip
 FORMS_TOO = [
     (Where, "gated, LayerNorm at the end"), (Columns, "a residual"), (Einsum, "LayerNorm at the end"),
     (Bmm, "one Linear"), (Masked, "RMSNorm of its own at the end"), (Gates, "one Linear"),
     (Extraction, "gated, LayerNorm at the end"), (Where, "three Linears"), (Columns, "Linear, ReLU"),
-    (Extraction, "a residual"), (ChosenTokens, "one Linear"), (ChosenTokens, "three Linears"),
-    (ChosenTogether, "a residual"), (Capacity, "three Linears"), (Capacity, "one Linear"),
+    (Extraction, "a residual"),
 ]  # fmt: skip
 
 
@@ -115,30 +110,6 @@ class InputsOfTheirOwn(Listed):
         return (self.scores(x)[..., None] * y).sum(1)
 
 
-class PartsOfTheirOwn(Listed):
-    """A router chose something before, and each layer has another part of each row."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = (x * self.scores(x).max(-1).values[:, None]).repeat(1, E)
-        return torch.cat([layer(part) for layer, part in zip(self.list, rows.chunk(E, -1))], -1)
-
-
-class PositionsOfTheirOwn(Listed):
-    """Heads of several positions: nothing chose these rows."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + x * self.scores(x).max(-1).values[:, None]
-        return torch.stack([layer(x[e]) for e, layer in enumerate(self.list)])
-
-
-class ChosenForAll(Listed):
-    """Tokens are chosen once, and all layers have them: keys, values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x[self.scores(x)[:, 0].topk(3).indices]
-        return torch.cat([layer(rows) for layer in self.list], -1)
-
-
 class OneScoreForAll(Listed):
     """A gate that scales the sum: nothing chooses among the layers."""
 
@@ -185,10 +156,7 @@ class OneMatrixForAll(Listed):
         return (self.scores(x)[..., None] * y).sum(1)
 
 
-REFUSED = [
-    *(NoRouter, LearnedWeights, InputsOfTheirOwn, OneScoreForAll, PartsOfTheirOwn, PositionsOfTheirOwn),
-    ChosenForAll,
-]
+REFUSED = [NoRouter, LearnedWeights, InputsOfTheirOwn, OneScoreForAll]
 REFUSED_TOO = [OneAfterAnother, SameColumnTwice, Routers, OneMatrixForAll, OneIsOther]
 
 

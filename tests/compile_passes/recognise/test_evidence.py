@@ -8,13 +8,8 @@ import torch.nn.functional as F
 from conftest import more
 from recorder import Recorder
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4_ops
-from fp4_ops.compile_passes.graph.nodes import Canon
-from fp4_ops.compile_passes.index.reader import Reader
-from fp4_ops.compile_passes.recognise.evidence import Evidence
-from fp4_ops.compile_passes.weights.facts import Facts
 
 H, INTER, E, C, T = 64, 96, 4, 6, 12
 TWO = ["fp4::grouped_mm_masked"] * 2
@@ -222,21 +217,3 @@ def test_adapters_of_a_small_rank_stay(rank):
     assert not site.rewritten and "8 x 64" in site.reason and "a side below 32" in site.reason
     with pytest.raises(ValueError, match=r"8 x 64; 4 bits save little .* a side below 32"):
         fp4_ops.prepare(Adapters(rank))
-
-
-def test_a_router_stays_one_when_what_reads_it_is_written_anew():
-    def route(x: Tensor, weight: Tensor) -> list[Tensor]:
-        return list(torch.topk(torch.softmax(x @ weight.t(), -1), 2))
-
-    gm = make_fx(route, tracing_mode="fake")(torch.randn(T, H), torch.randn(E, H))
-    graph = gm.graph
-    x, weight = graph.find_nodes(op="placeholder")
-    fixed = {weight}
-    evidence = Evidence(graph, Reader(graph, Canon(graph), fixed.__contains__), Facts(fixed))
-    (product,) = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    (softmax,) = product.users
-    with graph.inserting_before(softmax):
-        anew = graph.node_copy(softmax, lambda node: node)
-    softmax.replace_all_uses_with(anew)
-    graph.erase_node(softmax)
-    assert evidence.is_router(product) and not evidence.is_router(x)

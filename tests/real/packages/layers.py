@@ -32,7 +32,7 @@ def topk_moe_gelu():
     return mixtures("topk", expert_act="gelu", num_experts=6, topk=1)
 
 
-@GROUP.case("pytorch-mixtures", "ExpertChoiceMoE", becomes=("fp4::mm",))
+@GROUP.case("pytorch-mixtures", "ExpertChoiceMoE", becomes=(), because="index_put")
 def expert_choice():
     return mixtures("ec")
 
