@@ -108,11 +108,8 @@ def write_caches(graph: fx.Graph) -> list[str]:
     position = {node: i for i, node in enumerate(graph.nodes)}
     rotated = {found.node: found for node in graph.nodes if (found := _rotated(node)) is not None}
     layers = [layer for layer in _layers(graph, rotated) if _in_order(layer, position)]
-    wholes = {
-        angles: _of_whole_heads(graph, angles, shape(layer.q.node)[-1])
-        for layer in layers
-        for angles in (layer.q.cos, layer.q.sin)
-    }
+    used = [(a, shape(layer.q.node)[-1]) for layer in layers for a in (layer.q.cos, layer.q.sin)]
+    wholes = {(angles, size): _of_whole_heads(graph, angles, size) for angles, size in dict.fromkeys(used)}
     for layer in layers:
         _write(graph, layer, position, wholes)
     what = "norms of heads, rotary position embedding and the write to the cache are one kernel"
@@ -220,8 +217,10 @@ def _as_halves(node: fx.Node, d: int) -> tuple[fx.Node, Any, Any] | None:
     if highs_too != (high, cos) or lows_too != (low, sin):
         return None
     x = _whole(low)
-    halves = x is not None and _is_half(low, x, 0, d // 2) and _is_half(high, x, d // 2, d)
-    return (x, cos, sin) if x is not None and halves else None
+    if x is None or static_int(shape(x)[-1]) != d:
+        return None
+    halves = _is_half(low, x, 0, d // 2) and _is_half(high, x, d // 2, d)
+    return (x, cos, sin) if halves else None
 
 
 Factors = tuple[Any, Any]
@@ -320,21 +319,21 @@ def _of_whole_heads(graph: fx.Graph, angles: fx.Node, d: int) -> fx.Node:
 
 
 def _write(
-    graph: fx.Graph, layer: _Layer, position: dict[fx.Node, int], wholes: dict[fx.Node, fx.Node]
+    graph: fx.Graph, layer: _Layer, position: dict[fx.Node, int], wholes: dict[tuple[fx.Node, Any], fx.Node]
 ) -> None:
     q, k, keys, values = layer.q, layer.k, layer.keys, layer.values
     norms = [None if its.norm is None else its.norm.weight for its in (q, k)]
     eps = next((its.norm.eps for its in (q, k) if its.norm is not None), 0.0)
     last = max(_inputs(layer), key=position.__getitem__)
-    with graph.inserting_after(wholes.get(last, last)):
+    with graph.inserting_after(wholes.get((last, shape(layer.q.node)[-1]), last)):
         made = graph.call_function(
             fp4.update_cache.default,
             (
                 q.x,
                 k.x,
                 layer.v,
-                wholes[q.cos],
-                wholes[q.sin],
+                wholes[q.cos, shape(q.node)[-1]],
+                wholes[q.sin, shape(q.node)[-1]],
                 *norms,
                 eps,
                 keys.cache,

@@ -65,7 +65,7 @@ def agrees(
 
     `device` is the GPU's name and capability. `build` holds the versions of fp4_ops and of the kernels'
     library or Triton. `instead` names the kernel that runs if this one is wrong. While a CUDA graph is
-    captured nothing can be computed, so an unknown kernel is refused and checked at its next use.
+    captured, or without memory for the check, an unknown kernel is refused and checked at its next use.
     """
     key = f"{device}; {build}; {kernel}"
     if key not in _known:
@@ -75,7 +75,13 @@ def agrees(
         elif capturing():
             return False
         else:
-            found = error()
+            try:
+                found = error()
+            except torch.OutOfMemoryError:
+                logger.warning(
+                    "fp4: too little memory on %s to check %s, so %s is used now", device, kernel, instead
+                )
+                return False
             _known[key] = found <= bound  # False for NaN
             _store(key, _known[key])
         if not _known[key]:

@@ -50,6 +50,18 @@ def test_once_for_each_device_and_build(error, right, caplog):
         assert kernel.runs == before + 1
 
 
+def test_a_check_without_memory_is_not_stored(caplog):
+    kernel = Kernel(0.0)
+
+    def full() -> float:
+        raise torch.OutOfMemoryError("no memory")
+
+    with caplog.at_level(logging.WARNING, "fp4_ops"):
+        assert not ask(full)
+    assert "too little memory" in caplog.text and "wrong" not in caplog.text
+    assert ask(kernel) and kernel.runs == 1
+
+
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": ', '{"a GPU; 1; a kernel": "yes"}', b"\xff\xfe"])
 def test_a_broken_file_counts_as_none(content, folder):
     first_use.cache_file().parent.mkdir()

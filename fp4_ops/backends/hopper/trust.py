@@ -53,6 +53,8 @@ def _largest(name: str, error: Callable[[torch.dtype, str, int], float], sizes: 
         torch.manual_seed(0)
         try:
             return max(error(dtype, "cuda", n) for dtype in (torch.bfloat16, torch.float16) for n in sizes)
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the kernel
         except RuntimeError as why:
             logging.getLogger("fp4_ops").warning("fp4: %s does not run: %s", name, why)
             return float("inf")
@@ -169,7 +171,7 @@ def _top_experts_error(dtype: torch.dtype, device: str, rows: int) -> float:
         (128, 4, True, False),
         (512, 16, False, False),
     ):
-        drawn = torch.randn(rows, experts, device=device)
+        drawn = torch.randn(rows, experts, device=device, dtype=torch.float32)
         for logits in (drawn, drawn.to(dtype)):
             options = {"softmax": softmax, "normalize": normalize, "out_dtype": dtype}
             got, ids = torch.ops.fp4.top_experts(logits, k, **options)

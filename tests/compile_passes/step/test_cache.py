@@ -218,6 +218,66 @@ def test_what_stays(kind):
     assert not updates(done) and done.said == []
 
 
+def test_parts_of_wider_heads_stay():
+    """The product makes heads of 2 D. Half of each is rotated and kept."""
+    torch._dynamo.reset()
+    layer = Layer("halves")
+    wq, wk = (torch.randn(n * 2 * D, HIDDEN).to(BF16) for n in (Q, K))
+
+    def rotated(x, w):
+        y = (x.view(-1, HIDDEN) @ w.t()).view(*x.shape[:2], -1, 2 * D).transpose(1, 2)
+        low, high, cos, sin = (
+            y[..., : D // 2],
+            y[..., D // 2 : D],
+            layer.cos.unsqueeze(1),
+            layer.sin.unsqueeze(1),
+        )
+        return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
+
+    def step(x):
+        v, places = layer.heads(x, layer.wv).transpose(1, 2), torch.arange(1) + layer.count
+        q = rotated(x, wq)
+        layer.values.index_copy_(2, places, v), layer.keys.index_copy_(2, places, rotated(x, wk))
+        return q.unflatten(1, (K, -1)) @ layer.keys.unsqueeze(2).mT
+
+    with torch.no_grad():
+        got = torch.compile(step, backend=(done := OnePass(cache.write_caches)), fullgraph=True)(layer.x)
+        want = step(layer.x)
+    assert not updates(done) and relative_error(got, want.double()) < 1e-2
+
+
+def test_heads_of_two_sizes_share_angles():
+    """The whole angles of heads of 64 are the half angles of heads of 128."""
+    torch._dynamo.reset()
+    cos, sin = torch.randn(2, 1, 1, 64).to(BF16)
+    x = torch.randn(3, 1, HIDDEN).to(BF16)
+    weights = {d: [torch.randn(n * d, HIDDEN).to(BF16) for n in (Q, K, K)] for d in (64, 128)}
+    caches = {d: [torch.randn(3, K, LENGTH, d).to(BF16) for _ in range(2)] for d in (64, 128)}
+    count = torch.tensor(2)
+
+    def rotated(y, c, s):
+        if y.shape[-1] == 64:
+            return y * c + turned(y) * s
+        low, high = y.chunk(2, -1)
+        return torch.cat((low * c - high * s, high * c + low * s), -1)
+
+    def step(x):
+        c, s, places, found = cos.unsqueeze(1), sin.unsqueeze(1), torch.arange(1) + count, []
+        for d, of_layer in weights.items():
+            heads = [(x.view(-1, HIDDEN) @ w.t()).view(*x.shape[:2], -1, d).transpose(1, 2) for w in of_layer]
+            q, k = (rotated(y, c, s) for y in heads[:2])
+            keys, values = caches[d]
+            values.index_copy_(2, places, heads[2]), keys.index_copy_(2, places, k)
+            found.append(q.unflatten(1, (K, -1)) @ keys.unsqueeze(2).mT)
+        return found
+
+    with torch.no_grad():
+        got = torch.compile(step, backend=(done := OnePass(cache.write_caches)), fullgraph=True)(x)
+        want = step(x)
+    assert [call.args[3].meta["val"].shape[-1] for call in updates(done)] == [64, 128]
+    assert all(relative_error(a, b.double()) < 1e-2 for a, b in zip(got, want, strict=True))
+
+
 def test_other_sizes_stay():
     assert not updates(run(Layer(dtype=torch.float32)))
     layer = Layer(sequences=cache.MAX_TOKENS // 2 + 1, tokens=2)
