@@ -58,7 +58,8 @@ test-vllm: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --draw $(DRAW) -m vllm tests/serving/test_vllm.py
 
 test-kernels: $(VENV)/tests
-	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py tests/kernels_cuda/test_sm120_binary.py tests/kernels_cuda/test_sm100.py tests/kernels_cuda/test_sm100_binary.py
+	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py tests/kernels_cuda/test_sm120_binary.py tests/kernels_cuda/test_sm100_binary.py
+	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q --draw $(if $(ARCHS),1,5) tests/kernels_cuda/test_sm100.py
 
 test-hopper: $(VENV)/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/kernels_cuda/test_sm90_gpu.py tests/kernels_cuda/test_sm90_*_gpu.py tests/kernels_cuda/test_sm80_gpu.py tests/kernels_cuda/test_sm80_prefill_gpu.py tests/kernels_cuda/test_sm120_gpu.py
