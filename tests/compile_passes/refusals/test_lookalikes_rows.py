@@ -301,19 +301,19 @@ class Buffers(Slices):
         return self.joined([self.scaled(ex(self.taken(buffer, e)), e) for e, ex in enumerate(self.list)])
 
 
-@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+@lookalike("from slice 3 of a buffer", "join the outputs in that order")
 class SlicesInReverse(Buffers):
     def taken(self, buffer, e):
         return buffer[self.E - 1 - e]
 
 
-@lookalike("of slice 1 of a buffer", "give expert e slice e")
+@lookalike("from slice 1 of a buffer", "give expert e slice e")
 class ASliceForTwoExperts(Buffers):
     def taken(self, buffer, e):
         return buffer[max(e, 1)]
 
 
-@lookalike("of slice 3 of a buffer", "join the outputs in that order")
+@lookalike("from slice 3 of a buffer", "join the outputs in that order")
 class OutputsJoinedInReverse(Buffers):
     def joined(self, parts):
         return torch.stack(parts[::-1])
@@ -332,7 +332,7 @@ class OneSliceIsDoubled(Buffers):
         return y * (2.0 if e == 2 else 1.0)
 
 
-@lookalike("of slice 0 of a buffer", "give expert e slice e")
+@lookalike("from slice 0 of a buffer", "give expert e slice e")
 class ASliceForAllExperts(Buffers):
     def taken(self, buffer, e):
         return buffer[0]
