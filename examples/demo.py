@@ -65,7 +65,7 @@ SAMPLE_PROMPT, SAMPLE_BYTES = b"class Queue:\n    def ", 160
 CACHE = max(PROMPT + STEPS, len(SAMPLE_PROMPT) + SAMPLE_BYTES)
 FORMATS, ROUNDS = ("nvfp4",), 3
 SPEEDS = (("prefill", 1), ("decode", 1), ("decode", 32))
-"""What is measured, each with its batch size."""
+"""The demo measures these, each with its batch size."""
 FULL_FORMATS, FULL_ROUNDS = ("nvfp4", "mxfp4"), 5
 FULL_SPEEDS = (("prefill", 1), ("prefill", 32), ("decode", 1), ("decode", 32))
 # On a CPU, Inductor compiles sdpa of one token poorly (3x slower at batch 32), so all variants use plain

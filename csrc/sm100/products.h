@@ -6,8 +6,7 @@
 namespace fp4::sm100 {
 
 // out[r, n] = global_scale[g] * x_factor[r] * sum_k w[g, n, k] * x[r, k] + bias[g, n]. Rows and codes have
-// layout plain. A row of x that has a scale with a sign becomes NaN. Scales of
-// weights must have no sign.
+// layout plain. A row of x that has a scale with a sign becomes NaN. Scales of weights must have no sign.
 //
 // Scales of the weights are in blocks of 512 bytes for 128 rows and 64 K: byte 16 (r % 32) + 4 (r / 32) + s
 // is scale s of row r. The blocks are [groups, ceil(n / 128), k / 64], and rows that do not exist have scales

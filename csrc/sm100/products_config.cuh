@@ -1,5 +1,5 @@
-// What a product of NVFP4 rows by NVFP4 weights is made of: its arguments, the candidates' parameters, the
-// shared and tensor memory of a block, and the words that describe operands to the tensor cores.
+// Defines the parts of a product of NVFP4 rows by NVFP4 weights: its arguments, the candidates' parameters,
+// the shared and tensor memory of a block, and the words that describe operands to the tensor cores.
 #pragma once
 
 #include "../device/prefill_schedule.cuh"

@@ -106,7 +106,7 @@ class Case:
 
     def run(self, kernels, config: int = -1, **changed: int) -> torch.Tensor:
         groups, n, k = self.w.values.shape
-        # What is behind the scales of a row is garbage, and so is what surrounds the operands.
+        # Garbage follows the scales of each row, and garbage surrounds the operands.
         x_scale = torch.full((self.rows, (k // 16 + 15) // 16 * 16), 0x7F, dtype=torch.uint8)
         x_scale[:, : k // 16] = self.x.scale
         out = torch.full((self.rows, n), torch.nan, dtype=self.out)

@@ -117,7 +117,9 @@ def words_of_ptx(text: str) -> list[tuple]:
 
 
 class Step:
-    """What a step starts: copies without their order, products in theirs. Places count from the first."""
+    """Holds what a step starts: copies in any order, and products in their order. Places count from the
+    first.
+    """
 
     START = 0x3FFF
 
