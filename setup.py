@@ -175,7 +175,7 @@ class KernelLibrary(NamedTuple):
     archs: tuple[str, ...]
     """Architectures that the library may have code for."""
     includes: tuple[str, ...] = ()
-    """Other folders of csrc whose headers the sources include."""
+    """Other headers that the sources include, as patterns in csrc."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
@@ -187,8 +187,8 @@ class KernelLibrary(NamedTuple):
 
     @property
     def headers(self) -> list[Path]:
-        folders = *self.folders, *(Path("csrc", folder) for folder in self.includes)
-        found = [file for folder in folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
+        found = [file for folder in self.folders for kind in ("*.cuh", "*.h") for file in folder.glob(kind)]
+        found += [file for pattern in self.includes for file in Path("csrc").glob(pattern)]
         return [*found, Path("csrc/common/sm90_layout.h"), Path("build/fitted.h")]
 
     def flags(self, archs: Sequence[str]) -> list[str]:
@@ -201,7 +201,11 @@ class KernelLibrary(NamedTuple):
 
 
 HOPPER = KernelLibrary("sm90", ("90a",))
-MMA = KernelLibrary("sm80", tuple(arch for arch in CUDA_ARCHS if arch != "90a"), ("sm120",))
+MMA = KernelLibrary(
+    "sm80",
+    tuple(arch for arch in CUDA_ARCHS if arch != "90a"),
+    ("sm100/*", "sm120/*", "sm90/ptx_sm90.cuh"),
+)
 
 
 OLDEST_NVCC, OLDEST_NVCC_OF_FAMILIES = (12, 8), (12, 9)  # the second knows 100f and 120f

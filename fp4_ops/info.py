@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from .backends import available, multiplies_fp4
-from .backends.launchers import scaled
 from .meta.formats import FORMATS, FP4_FORMATS
 from .meta.layouts import preferred_layout
 from .meta.text import in_short
@@ -191,7 +190,7 @@ def _fp4_rows(device: int) -> str:
         for name in FP4_FORMATS
         if multiplies_fp4(name, name)
     }
-    if not scaled.built(device):
+    if native.launcher(device) is None:
         return _FP4_ROWS
     kinds = dict.fromkeys(found.values())
     if len(kinds) == 1:

@@ -65,6 +65,21 @@ int launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, bool 
   return cudaLaunchKernelEx(&config, kernel, parameters...);
 }
 
+// Compute capability (the first number) and multiprocessors of the current device.
+struct CurrentGpu {
+  int major = 0, multiprocessors = 0;
+};
+
+inline cudaError_t current_gpu(CurrentGpu& found) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&found.major, cudaDevAttrComputeCapabilityMajor, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  return error;
+}
+
 // Lets a kernel use `bytes` of dynamic shared memory. The driver keeps this setting for each device, so it is
 // set once for each. Every kernel has its own `done`, with a bit for each device where it is set.
 template <class Kernel>

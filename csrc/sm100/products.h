@@ -1,4 +1,5 @@
-// C interface of the products of NVFP4 rows by NVFP4 weights on GPUs of compute capability 10.x.
+// C interface of the products of NVFP4 rows by NVFP4 weights on GPUs of compute capability 10.x, beside
+// device/interface.h. fp4_ops/backends/launchers/scaled_sm100.py has the same struct.
 #pragma once
 
 #include "../device/interface.h"

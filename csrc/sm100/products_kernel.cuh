@@ -306,8 +306,11 @@ template <class Config>
 __global__ void __launch_bounds__(kThreads, 1)
     product_kernel(const __grid_constant__ CUtensorMap codes, const __grid_constant__ CUtensorMap x,
                    const __grid_constant__ Problem problem) {
+// Other GPUs have no such instructions, and fp4_kernel_products launches nothing there.
+#if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1100)
   FP4_DYNAMIC_SHARED(uint8_t, 1024, memory);
   ProductBlock<Config>(*reinterpret_cast<SharedStorage<Config>*>(memory), problem, codes, x).run();
+#endif
 }
 
 }  // namespace fp4::sm100

@@ -64,11 +64,9 @@ inline bool is_valid(const ScaledArguments& a) {
 inline int run(const ScaledArguments& a) {
   if (!is_valid(a)) return kBadArgument;
   if (a.m == 0) return 0;
-  int device = 0, major = 0, sms = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (major != 12) return cudaErrorNoKernelImageForDevice;
+  CurrentGpu gpu;
+  if (const cudaError_t error = current_gpu(gpu); error != cudaSuccess) return error;
+  if (gpu.major != 12) return cudaErrorNoKernelImageForDevice;
   const int number = a.config >= 0 ? a.config : choose(a);
   const Candidate& chosen = a.nvfp4 ? kCandidates<true>[number] : kCandidates<false>[number];
   Problem problem = {};
@@ -90,7 +88,7 @@ inline int run(const ScaledArguments& a) {
   problem.a_div = a.a_div;
   problem.x_scale_bytes = a.x_scale_bytes;
   problem.scale_bytes = a.k / (a.nvfp4 ? 16 : 32);
-  return chosen.launch(problem, sms, static_cast<cudaStream_t>(a.stream));
+  return chosen.launch(problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
 }
 
 }  // namespace fp4::sm120

@@ -31,11 +31,15 @@ from fp4_ops.runtime import native
 EMULATOR = HELPERS / "sm90_emulator"
 FOLDERS = {
     "sm90": ("common", "device", "sm90"),
-    "sm80": ("common", "device", "sm80", "sm120"),
-    "sm100": ("common", "device", "sm90", "sm100"),
+    "sm80": ("common", "device", "sm80", "sm90", "sm100", "sm120"),
 }
-"""Folders of csrc with the kernels of each library. "sm100" is not one yet."""
-SOURCES = {"sm90": ["*/*.cu"], "sm80": ["*/*.cu"], "sm100": ["device/device.cu", "sm100/*.cu"]}
+FOLDERS["sm100"] = FOLDERS["sm80"]
+"""Folders of csrc with the kernels of each library. "sm100" is the part of "sm80" with csrc/sm100."""
+SOURCES = {
+    "sm90": ["*/*.cu"],
+    "sm80": ["device/*.cu", "sm80/*.cu"],
+    "sm100": ["device/device.cu", "sm80/products_sm100.cu"],
+}
 MULTIPROCESSORS = 14
 WARNINGS = ["-Wall", "-Wno-unknown-pragmas", "-Wno-sign-compare", "-Wno-psabi"]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-U_FORTIFY_SOURCE", *WARNINGS]  # _FORTIFY_SOURCE would check longjmp

@@ -1,7 +1,7 @@
 """NVFP4 rows by NVFP4 weights with tcgen05 (csrc/sm100), emulated: `make test-kernels`.
 
-By their C interface, against float64, bit for bit where sums are exact. Nothing but these tests runs the
-kernels so far.
+By their C interface, against float64, bit for bit where sums are exact. test_fp4_rows_gpu.py runs them by the
+operators.
 """
 
 import ctypes
@@ -15,7 +15,8 @@ import pytest
 import reference
 import torch
 from conftest import SEED
-from torch.nn.functional import pad
+
+from fp4_ops.backends.launchers.scaled_sm100 import ProductArguments, swizzled
 
 ASKED = os.environ.get("FP4_KERNEL_ARCHS", "")
 pytestmark = [
@@ -28,20 +29,6 @@ OUT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TOKENS = 192, 128, 32
 """Most tokens of a tile, for each candidate."""
 SHARED = 232448
-
-
-class Arguments(ctypes.Structure):
-    """`ProductArguments` of csrc/sm100/products.h."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in (
-            *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out"),
-            *("group_rows", "stream"),
-        )),
-        *((name, ctypes.c_int) for name in (
-            *("m", "groups", "n", "k", "x_scale_bytes", "config", "mode", "out_type", "bias_type"),
-        )),
-    ]  # fmt: skip
 
 
 def opened(file: Path, multiprocessors: int = 3, capability: int = 100) -> ctypes.CDLL:
@@ -60,14 +47,6 @@ def built() -> Path:
 @pytest.fixture
 def kernels(built):
     return opened(built)
-
-
-def swizzled(scale: torch.Tensor) -> torch.Tensor:
-    """Scales [groups, n, k / 16] in blocks of 128 rows by 4, as torchao's `to_blocked` puts them."""
-    scale = pad(scale, (0, 0, 0, -scale.shape[1] % 128))
-    groups, rows, columns = scale.shape
-    blocks = scale.view(groups, rows // 128, 128, columns // 4, 4).transpose(2, 3)
-    return blocks.reshape(groups, -1, 4, 32, 4).transpose(2, 3).reshape(groups, -1).contiguous()
 
 
 class Operand:
@@ -117,7 +96,7 @@ class Case:
             "scales": scales, "global_scale": self.w.factor, "bias": self.bias, "out": out,
             "group_rows": group_rows,
         }  # fmt: skip
-        given = Arguments(
+        given = ProductArguments(
             **{name: t.data_ptr() for name, t in tensors.items() if t is not None},
             m=self.m, groups=groups, n=n, k=k, x_scale_bytes=x_scale.shape[1], config=config,
             mode=MODES[self.mode], out_type=OUT[self.out],
@@ -203,15 +182,15 @@ def test_any_scales(config, kernels):
 
 @pytest.mark.parametrize("config", range(len(TOKENS)))
 def test_a_row_with_a_nan_or_negative_scale_is_nan(config, kernels):
-    """A scale of X that has a sign. The other rows stay as they are."""
+    """Of rows and of weights. The other rows stay as they are."""
     case = Case("contiguous", [9, 20], 56, 320)
     want = case.expected().float()
     for row, change in zip(random.sample(range(29), 2), (128, 127)):
         case.x.scale[row, random.randrange(20)] |= change
         want[row] = torch.nan
-    weight = random.randrange(56)
-    case.w.scale[1, weight, random.randrange(20)] = 127
-    want[9:29, weight] = torch.nan
+    for weight, change in zip(random.sample(range(56), 2), (128, 127)):
+        case.w.scale[1, weight, random.randrange(20)] |= change
+        want[9:29, weight] = torch.nan
     assert torch.equal(case.run(kernels, config).nan_to_num(1e9), want.nan_to_num(1e9))
 
 
@@ -278,7 +257,7 @@ def sources(tmp_path_factory):
     """A copy of the sources, and the objects of all but the kernels."""
     made = tmp_path_factory.mktemp("sm100")
     found = emulated.copy_sources("sm100", made)
-    others = [emulated.compile_one("sm100", file) for file in found if file.name != "products.cu"]
+    others = [emulated.compile_one("sm100", file) for file in found if file.name != "products_sm100.cu"]
     return made, others
 
 
@@ -304,7 +283,7 @@ def test_injected_errors_are_found(error, sources, tmp_path):
     assert text.count(old) == 1 or error is None
     try:
         file.write_text(text.replace(old, new))
-        kernels = emulated.compile_one("sm100", made / "sm100/products.cu")
+        kernels = emulated.compile_one("sm100", made / "sm80/products_sm100.cu")
         library = opened(emulated.link([*others, kernels], tmp_path / "kernels.so"), multiprocessors=2)
         library.emulator_patience(30 if error is None else 5)
     finally:

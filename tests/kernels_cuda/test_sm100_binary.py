@@ -1,7 +1,7 @@
 """csrc/sm100 without a GPU of compute capability 10.x: `make test-kernels`.
 
-The machine code for 10.0 and 10.3, and witnesses of how tcgen05 takes its operands: PTX of NVIDIA's CuTe DSL,
-which compiles without a GPU, and torch's swizzled scales.
+The machine code for 10.0 and 10.3, and a witness of how tcgen05 takes its operands: PTX of NVIDIA's CuTe DSL,
+which compiles without a GPU. test_fp4_rows_launchers.py compares the scales' layout with torch's.
 """
 
 import ctypes
@@ -13,17 +13,16 @@ from pathlib import Path
 
 import emulated
 import pytest
-import torch
 from places import HELPERS, ROOT
 from test_kernel_archs import ASKED, NVCC, of_kernels, setup
-from test_sm100 import Case, opened, swizzled
+from test_sm100 import Case, opened
 
 pytestmark = [
     pytest.mark.skipif(not ASKED, reason="compiles: make test-kernels"),
     pytest.mark.skipif(NVCC is None, reason="needs nvcc"),
 ]
 
-SOURCE = Path("csrc/sm100/products.cu")
+SOURCE = Path("csrc/sm80/products_sm100.cu")
 KERNELS, MOST_REGISTERS = 3, 168
 """A kernel for each candidate. The compiler asserts shared memory and the columns of tensor memory."""
 
@@ -31,32 +30,56 @@ KERNELS, MOST_REGISTERS = 3, 168
 # --- machine code ---
 
 
-@pytest.mark.parametrize("arch", ["100f", "103a"] if ASKED == "all" else ["100f"])
-def test_instructions_registers_and_memory(arch, tmp_path):
-    """The FP4 tensor cores with four scales for 64 K and no others, scales by their copies to tensor memory,
-    boxes and plain bytes by the copy engine, and nothing in local memory."""
-    to = tmp_path / "products.o"
+def compiled(arch: str, folder: Path) -> tuple[Path, str]:
+    """The object for an architecture, and what the compiler tells."""
+    to = folder / "products.o"
     flags = [flag for flag in setup()["MMA"].flags(["100f"]) if "gencode" not in flag]
     flags += [f"-gencode=arch=compute_{arch},code=sm_{arch}", "--resource-usage"]
     command = [NVCC, *flags, "-c", str(SOURCE), "-o", str(to)]
     told = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    return to, told.stdout + told.stderr
+
+
+def code_of(file: Path) -> dict[str, str]:
+    bodies = of_kernels([file], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
+    assert len(bodies) == KERNELS
+    return bodies
+
+
+@pytest.mark.parametrize("arch", ["100f", "103a"] if ASKED == "all" else ["100f"])
+def test_instructions_registers_and_memory(arch, tmp_path):
+    """The FP4 tensor cores with four scales for 64 K and no others, scales by their copies to tensor memory,
+    boxes and plain bytes by the copy engine, and nothing in local memory."""
+    file, told = compiled(arch, tmp_path)
     pattern = (
         r"properties for (\w+product_kernel\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers"
     )
-    usage = re.findall(pattern, told.stdout + told.stderr, re.S)
+    usage = re.findall(pattern, told, re.S)
     assert len(usage) == KERNELS
     for name, *memory, registers in usage:
         assert memory == ["0", "0", "0"] and int(registers) <= MOST_REGISTERS, (name, memory, registers)
     if arch == "103a":  # Triton's cuobjdump does not read it
         return
-    bodies = of_kernels([to], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
-    assert len(bodies) == KERNELS
-    for name, body in bodies.items():
+    for name, body in code_of(file).items():
         assert set(re.findall(r"\b[A-Z]*MMA[.\w]*", body)) == {"UTCOMMA.4X"}, name
         assert set(re.findall(r"\bUTCCP\S*", body)) == {"UTCCP.T.S.4x32dp128bit"}, name
         for instruction in ("UTMALDG.2D", "UBLKCP.S.G", "LDTM.x16", "UTCBAR"):
             assert instruction in body, (name, instruction)
+
+
+@pytest.mark.parametrize("arch", ["80", "120f"])
+def test_other_gpus_get_no_code(arch, tmp_path):
+    """`_sm80.so` has the source for each of its GPUs. These lack the instructions."""
+    file, _ = compiled(arch, tmp_path)
+    for name, body in code_of(file).items():
+        assert set(re.findall(r"\*/\s+(?:@!?\w+ )?([A-Z]\w*)", body)) <= {
+            "LDC",
+            "MOV",
+            "EXIT",
+            "BRA",
+            "NOP",
+        }, name
 
 
 # --- CuTe DSL ---
@@ -187,24 +210,3 @@ def test_as_cute(tokens, config, tmp_path):
     if tokens > 128 or config != 0:  # with room for more tokens, the columns of parts are farther apart
         assert mine.products == theirs.products
         assert mine.copies == theirs.copies
-
-
-# --- scales ---
-
-
-def test_scales_are_as_torch_swizzles_them():
-    """The scale of row r and column c of a block of 128 by 4 is at 16 (r % 32) + 4 (r // 32) + c, and blocks
-    follow each other along K first. `to_blocked` of torch's tests of `scaled_mm` says the same."""
-    quantized = pytest.importorskip("torch.testing._internal.common_quantized")
-    groups, rows, columns = 2, 300, 8
-    scale = torch.randint(1, 256, (groups, rows, columns), dtype=torch.uint8)
-    got = swizzled(scale)
-    want = torch.zeros(groups, 384 * columns, dtype=torch.uint8)
-    for g in range(groups):
-        for r in range(rows):
-            for c in range(columns):
-                block = r // 128 * (columns // 4) + c // 4
-                want[g, 512 * block + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = scale[g, r, c]
-    assert torch.equal(got, want)
-    for g in range(groups):
-        assert torch.equal(got[g], quantized.to_blocked(scale[g]))

@@ -58,7 +58,7 @@ def test_info_says_which_kernels_failed_their_check(monkeypatch):
     monkeypatch.setattr(module, "available", lambda *_: backends)
     monkeypatch.setattr(module, "preferred_layout", lambda *_, **__: "plain")
     monkeypatch.setattr(module, "multiplies_fp4", lambda *_: True)
-    monkeypatch.setattr(module.scaled, "built", lambda _: True)
+    monkeypatch.setattr(native, "launcher", lambda _: native.scaled)
     monkeypatch.setattr(native, "runs", lambda format, _: right[format])
 
     def family() -> str:

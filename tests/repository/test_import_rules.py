@@ -83,9 +83,9 @@ FOLDERS = {
     "cpu": {"common", "cpu"},
     "device": {"common", "device"},
     "sm90": {"common", "device", "sm90"},
-    "sm80": {"common", "device", "sm80", "sm120"},  # a source of the one library with both
+    "sm80": {"common", "device", "sm80", "sm100", "sm120"},  # sources of the one library with all three
     "sm120": {"common", "device", "sm120"},
-    "sm100": {"common", "device", "sm90", "sm100"},  # no library has it yet
+    "sm100": {"common", "device", "sm90", "sm100"},
     "nvlink": {"nvlink"},
     "cuda": {"common", "cuda", "device"},
     "dev": {"common", "cuda", "dev", "device"},

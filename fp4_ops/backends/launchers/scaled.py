@@ -1,4 +1,7 @@
-"""Launches csrc/sm120: FP4 rows by FP4 weights, both in layout plain, on GPUs of compute capability 12.x."""
+"""Launches csrc/sm120: FP4 rows by FP4 weights, both in layout plain, on GPUs of compute capability 12.x.
+
+`scaled_sm100.py` has the launches for 10.x.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...meta.formats import FORMATS
+from ...meta.formats import FORMATS, FP4_FORMATS
 from ...runtime import native
 from .library import DTYPE_CODES, address, call, library, stream
 
 MAJOR = 12
 """Major compute capability of the GPUs whose tensor cores have the instruction."""
+KINDS = FP4_FORMATS
+"""Formats of the rows and weights that the kernels multiply."""
 PART, COLUMNS, SCALE_BYTES = 64, 8, 4
 """K must be a multiple of PART, N of COLUMNS, and rows of scales begin at multiples of SCALE_BYTES."""
 DENSE, CONTIGUOUS, MASKED = range(3)
@@ -60,6 +65,8 @@ class Weights(NamedTuple):
     """float32 [groups], or None for ones."""
     bias: Tensor | None
     format: str
+    scale_version: int | None = None
+    """torch's count of writes to `scale`, or None if it is unknown."""
 
 
 class Route(NamedTuple):
@@ -72,14 +79,19 @@ class Route(NamedTuple):
     """int32 [m], with CONTIGUOUS: the row at each sorted position. None: the identity."""
 
 
+def has_kernels(device_index: int, major: int, function: str) -> bool:
+    """True if the GPU has this major compute capability, and `_sm80.so` has code for it and this function."""
+    if native.family(device_index) != native.MMA:
+        return False
+    if torch.cuda.get_device_capability(device_index)[0] != major:
+        return False
+    return hasattr(library(native.MMA), function)
+
+
 @functools.cache
 def built(device_index: int) -> bool:
     """True if the GPU has compute capability 12.x and `_sm80.so` has code with the kernels for it."""
-    if native.family(device_index) != native.MMA:
-        return False
-    if torch.cuda.get_device_capability(device_index)[0] != MAJOR:
-        return False
-    return hasattr(library(native.MMA), "fp4_kernel_scaled")
+    return has_kernels(device_index, MAJOR, "fp4_kernel_scaled")
 
 
 def takes(n: int, k: int) -> bool:
@@ -87,9 +99,17 @@ def takes(n: int, k: int) -> bool:
     return n > 0 and k > 0 and n % COLUMNS == 0 and k % PART == 0
 
 
-def _aligned(t: Tensor) -> Tensor:
+def aligned(t: Tensor) -> Tensor:
     """Returns `t`, or a copy if its address is not a multiple of 16. The kernels copy 16 bytes at a time."""
     return t.clone() if t.data_ptr() % 16 else t
+
+
+def with_scales_of(x: Rows, size: int) -> Rows:
+    """Returns rows whose scales begin at multiples of `size` bytes."""
+    scale = x.scale
+    if scale.shape[1] % size:
+        scale = pad(scale.view(torch.uint8), (0, -scale.shape[1] % size))
+    return x._replace(scale=aligned(scale))
 
 
 def arguments(
@@ -100,22 +120,18 @@ def arguments(
 
     `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1.
     """
-    x = x._replace(packed=_aligned(x.packed))
-    w = w._replace(packed=_aligned(w.packed), scale=_aligned(w.scale))
-    scale = x.scale
-    if scale.shape[1] % SCALE_BYTES:
-        scale = pad(scale.view(torch.uint8), (0, -scale.shape[1] % SCALE_BYTES))
-    scale = _aligned(scale)
+    x = with_scales_of(x._replace(packed=aligned(x.packed)), SCALE_BYTES)
+    w = w._replace(packed=aligned(w.packed), scale=aligned(w.scale))
     groups, n, bytes_of_k = w.packed.shape
     return ScaledArguments(
-        x=address(x.packed), x_scales=address(scale), x_factor=address(x.factor), codes=address(w.packed),
+        x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(w.packed),
         scales=address(w.scale), global_scale=address(w.global_scale), bias=address(w.bias),
         out=address(out), group_rows=address(route.group_rows), sorted_rows=address(route.sorted_rows),
         stream=stream(), m=m, groups=groups, n=n, k=2 * bytes_of_k, a_div=a_div,
-        x_scale_bytes=scale.shape[1], nvfp4=FORMATS[w.format].has_global_scale, config=config,
+        x_scale_bytes=x.scale.shape[1], nvfp4=FORMATS[w.format].has_global_scale, config=config,
         mode=route.mode, out_type=DTYPE_CODES[out.dtype],
         bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
-    ), (x.packed, scale, w.packed, w.scale)  # fmt: skip
+    ), (x.packed, x.scale, w.packed, w.scale)  # fmt: skip
 
 
 def multiply(

@@ -1,8 +1,8 @@
-"""Multiplies FP4 rows by FP4 weights with the CUDA kernels of csrc/sm120, instead of Triton's.
+"""Multiplies FP4 rows by FP4 weights with the CUDA kernels of csrc/sm100 and csrc/sm120, not with Triton's.
 
-They run on GPUs of compute capability 12.x that `_sm80.so` was built for. Nobody has run them on a GPU: they
-were only compiled and emulated. So each format's first use on a GPU is compared with the dequantised product.
-Triton's kernels run if that differs. This module does not need Triton.
+They run on GPUs of compute capability 10.x (nvfp4) and 12.x (nvfp4 and mxfp4) that `_sm80.so` was built for.
+Nobody has run them on a GPU: they were only compiled and emulated. So each format's first use on a GPU is
+compared with the dequantised product. Triton's kernels run if that differs. This module does not need Triton.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from ....meta.formats import FORMATS
 from ....meta.torch_internals import without_modes
 from ....runtime import first_use, native
 from ....runtime.oracle import dequantize, relative_error
-from ...launchers import rows, scaled
+from ...launchers import rows, scaled, scaled_sm100
 
 if TYPE_CHECKING:
     from ..ops import WeightArgs
@@ -32,6 +33,12 @@ MOST_GROUPS = 1023
 """Most groups that the routing kernel sorts."""
 
 
+def launcher(device_index: int | None) -> ModuleType | None:
+    """Returns the launcher of the kernels that this GPU has, or None: launchers/scaled.py or
+    launchers/scaled_sm100.py."""
+    return next((each for each in (scaled, scaled_sm100) if each.built(device_index)), None)
+
+
 def takes(w: WeightArgs, a_format: str) -> bool:
     """True if the kernels multiply rows of `a_format` by this weight, and passed the check."""
     if not w.codes.is_cuda or a_format != w.fmt.name or w.fmt.element != "e2m1":
@@ -41,7 +48,8 @@ def takes(w: WeightArgs, a_format: str) -> bool:
 
 def runs(format: str, device_index: int) -> bool:
     """True if the GPU has these kernels, and those of the format passed the check."""
-    return scaled.built(device_index) and trusted(format, device_index)
+    here = launcher(device_index)
+    return here is not None and format in here.KINDS and trusted(format, device_index)
 
 
 def trusted(format: str, device_index: int) -> bool:
@@ -61,7 +69,8 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
     results without bias, and in one of the 16-bit dtypes with a bias and two rows of results for each row.
     It is infinite if repeats differ in a bit, or if a kernel does not run.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator, kernels = torch.Generator().manual_seed(0), launcher(torch.cuda.current_device())
+    assert kernels is not None
     fmt, found, place = FORMATS[format], 0.0, torch.device("cuda", torch.cuda.current_device())
     groups, (n, k) = 3, shape
 
@@ -81,7 +90,7 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
     bias = torch.randn((groups, n), generator=generator, device="cpu", dtype=torch.float32).to(place)
     bias *= dense.std() * k**0.5
     counts = torch.tensor([130, 0, 37], device=place, dtype=torch.int32)
-    for config in range(scaled.CANDIDATES):
+    for config in range(kernels.CANDIDATES):
         half = (torch.bfloat16, torch.float16)[config % 2]
         for dtype, a_div in ((torch.float32, 1), (half, 2)):
             for route, m, ids in _routes(counts):
@@ -94,7 +103,7 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
                 for _ in range(repeats):
                     out = torch.full((ids.numel(), n), torch.nan, device=place, dtype=dtype)
                     try:
-                        scaled.multiply(scaled.Rows(*x), w, out, m, route, a_div, config)
+                        kernels.multiply(scaled.Rows(*x), w, out, m, route, a_div, config)
                     except RuntimeError as error:
                         logging.getLogger("fp4_ops").warning("fp4: FP4 x FP4 by CUDA does not run: %s", error)
                         return math.inf
@@ -137,10 +146,24 @@ def by_ids(ids: Tensor, groups: int) -> scaled.Route:
     return scaled.Route(scaled.CONTIGUOUS, offs, sorted_rows)
 
 
+def in_order(
+    a: scaled.Rows, route: scaled.Route, a_div: int, m: int
+) -> tuple[scaled.Rows, scaled.Route, int, Tensor | None]:
+    """Returns rows, route and a_div for several products by the same route, and the row of results at each
+    position. The last is None if that is the order of the results: kernels for 12.x need no other."""
+    if launcher(a.packed.device.index) is not scaled_sm100:
+        return a, route, a_div, None
+    a, route, order = scaled_sm100.in_order(a, route, a_div, m)
+    return a, route, 1, order
+
+
 def multiply(a: scaled.Rows, w: WeightArgs, out: Tensor, m: int, route: scaled.Route, a_div: int = 1) -> None:
-    """Computes `out` as `launchers.scaled.multiply` does."""
+    """Computes `out` as `multiply` of launchers/scaled.py does, with the kernels of the GPU."""
     shape = w.groups, w.n
     weights = scaled.Weights(
-        w.codes.view(*shape, -1), w.scale.view(*shape, -1), w.global_scale, w.bias, w.fmt.name
-    )
-    scaled.multiply(a, weights, out, m, route, a_div)
+        w.codes.view(*shape, -1), w.scale.view(*shape, -1), w.global_scale, w.bias, w.fmt.name,
+        w.scale_version,
+    )  # fmt: skip
+    kernels = launcher(a.packed.device.index)
+    assert kernels is not None
+    kernels.multiply(a, weights, out, m, route, a_div)

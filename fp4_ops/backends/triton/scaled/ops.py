@@ -169,14 +169,14 @@ def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> 
 
 def _native_experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> torch.Tensor:
     """Does the same by the CUDA kernels."""
-    rows, top_k = topk_ids.numel(), topk_ids.shape[1]
-    route = native.by_ids(topk_ids.view(-1), up.groups)
+    rows, route = topk_ids.numel(), native.by_ids(topk_ids.view(-1), up.groups)
+    a, route, a_div, order = native.in_order(_quantized(x, up.fmt), route, topk_ids.shape[1], rows)
     y = torch.empty((rows, up.n), dtype=torch.float32, device=x.device)
-    native.multiply(_quantized(x, up.fmt), up, y, rows, route, top_k)
+    native.multiply(a, up, y, rows, route, a_div)
     h = _quantized(gated(y, down.k, known_activation(activation)), down.fmt)
     y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
     native.multiply(h, down, y, rows, route)
-    return y
+    return y if order is None else torch.empty_like(y).index_copy_(0, order, y)
 
 
 # --- the check of a tile's first use ---

@@ -1,5 +1,6 @@
-// Products of NVFP4 rows by NVFP4 weights on GPUs of compute capability 10.x: the candidates, the choice
-// among them, and launches.
+// The host side of the products of NVFP4 rows by NVFP4 weights: the candidates, the choice among them,
+// launches.
+#pragma once
 
 #include <atomic>
 #include <cstdint>
@@ -10,7 +11,6 @@
 #include "products_kernel.cuh"
 
 namespace fp4::sm100 {
-namespace {
 
 constexpr int kNoDriver = -2;
 
@@ -43,14 +43,14 @@ constexpr Candidate kCandidates[] = {
 constexpr int kCandidateCount = std::size(kCandidates);
 
 // Returns the candidate with the fewest tokens that hold a group of the expected size. Nothing was measured.
-int choose(const ProductArguments& a) {
+inline int choose(const ProductArguments& a) {
   const int rows = ExpectedRows(a.mode, a.groups, a.m).many();
   int found = kCandidateCount - 1;
   while (found > 0 && kCandidates[found].tokens < rows) --found;
   return found;
 }
 
-bool is_valid(const ProductArguments& a) {
+inline bool is_valid(const ProductArguments& a) {
   return a.groups >= 1 && a.m >= 0 && a.n >= 8 && a.n % 8 == 0 && a.k >= kPart && a.k % kPart == 0 &&
          a.x_scale_bytes >= a.k / 16 && a.x_scale_bytes % 16 == 0 && a.config < kCandidateCount &&
          (a.mode == RowMode::kDense ? a.groups == 1 : a.group_rows != nullptr);
@@ -58,7 +58,7 @@ bool is_valid(const ProductArguments& a) {
 
 using Encode = decltype(&cuTensorMapEncodeTiled);
 
-Encode driver_encode() {
+inline Encode driver_encode() {
   static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -71,7 +71,7 @@ Encode driver_encode() {
 }
 
 // Makes the map of packed codes [rows, k / 2], copied in swizzled boxes of 128 bytes by `box_rows`.
-bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int k, uint32_t box_rows) {
+inline bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int k, uint32_t box_rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k / 2), static_cast<cuuint64_t>(rows)};
   const cuuint64_t strides[1] = {static_cast<cuuint64_t>(k / 2)};
   const cuuint32_t box[2] = {kRowBytes, box_rows}, ones[2] = {1, 1};
@@ -81,14 +81,13 @@ bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int k, uint
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-int run(const ProductArguments& a) {
+// Returns 0, a cudaError_t, kBadArgument or kNoDriver.
+inline int run(const ProductArguments& a) {
   if (!is_valid(a)) return kBadArgument;
   if (a.m == 0) return 0;
-  int device = 0, major = 0, sms = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (major != 10) return cudaErrorNoKernelImageForDevice;
+  CurrentGpu gpu;
+  if (const cudaError_t error = current_gpu(gpu); error != cudaSuccess) return error;
+  if (gpu.major != 10) return cudaErrorNoKernelImageForDevice;
   if (driver_encode() == nullptr) return kNoDriver;
   CUtensorMap codes, x;
   const int64_t rows = int64_t(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
@@ -109,18 +108,7 @@ int run(const ProductArguments& a) {
   problem.k = a.k;
   problem.x_scale_bytes = a.x_scale_bytes;
   const Candidate& chosen = kCandidates[a.config >= 0 ? a.config : choose(a)];
-  return chosen.launch(codes, x, problem, sms, static_cast<cudaStream_t>(a.stream));
+  return chosen.launch(codes, x, problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
 }
 
-}  // namespace
 }  // namespace fp4::sm100
-
-using namespace fp4::sm100;
-
-extern "C" int fp4_kernel_products(const ProductArguments* arguments) { return run(*arguments); }
-
-extern "C" int fp4_kernel_products_configs() { return kCandidateCount; }
-
-extern "C" const char* fp4_kernel_products_config_name(int config) {
-  return config >= 0 && config < kCandidateCount ? kCandidates[config].name : "";
-}

@@ -1,0 +1,162 @@
+"""Launches csrc/sm100: NVFP4 rows by NVFP4 weights, both in layout plain, on GPUs of compute capability 10.x.
+
+`scaled.py` does the same for 12.x, and defines rows, weights and routes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...runtime import first_use
+from .library import DTYPE_CODES, address, call, stream
+from .scaled import Route, Rows, Weights, aligned, has_kernels, with_scales_of
+
+MAJOR = 10
+"""Major compute capability of the GPUs whose tensor cores have the instruction."""
+KINDS = ("nvfp4",)
+"""Formats of the rows and weights that the kernels multiply."""
+CANDIDATES = 3
+"""Number of candidates in csrc/sm100/products_host.cuh."""
+SCALE_BYTES = 16
+"""Rows of scales begin at multiples of this number of bytes."""
+TILE, PART = 128, 4
+"""Rows and scales of a row that a block of the weights' scales has."""
+NAN = 0x7F
+"""NaN in e4m3, and the largest byte without a sign."""
+
+_POINTERS = (
+    *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out", "group_rows"),
+    "stream",
+)
+_NUMBERS = "m", "groups", "n", "k", "x_scale_bytes", "config", "mode", "out_type", "bias_type"
+
+
+class ProductArguments(ctypes.Structure):
+    """`ProductArguments` of csrc/sm100/products.h."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _NUMBERS]
+
+
+@functools.cache
+def built(device_index: int) -> bool:
+    """True if the GPU has compute capability 10.x and `_sm80.so` has code with the kernels for it."""
+    return has_kernels(device_index, MAJOR, "fp4_kernel_products")
+
+
+# --- the weights' scales ---
+
+
+def swizzled(scale: Tensor) -> Tensor:
+    """Returns scales [groups, N, K/16] in blocks of 128 rows by 4, uint8 [groups, ceil(N/128) * 8 * K].
+
+    Each block has 512 bytes: the scale of row r and column c is at 16 (r % 32) + 4 (r // 32) + c. Blocks
+    follow each other along K first. Rows that do not exist have scales 0. This is the order of
+    SwizzleType.SWIZZLE_32_4_4 of `torch.nn.functional.scaled_mm`. A scale with a sign becomes NaN, because
+    tensor cores read scales without signs.
+    """
+    groups, n, columns = scale.shape
+    words = pad(scale.view(torch.uint8).clamp(max=NAN), (0, 0, 0, -n % TILE)).view(torch.int32)
+    blocks = words.view(groups, -1, 4, TILE // 4, columns // PART).permute(0, 1, 4, 3, 2)
+    return blocks.contiguous().view(groups, -1).view(torch.uint8)
+
+
+class _Kept(NamedTuple):
+    storage: weakref.ref[Any]
+    version: int
+    blocks: Tensor
+
+
+_kept: dict[tuple[Any, ...], _Kept] = {}
+
+
+def blocks_of(scale: Tensor, version: int | None) -> Tensor:
+    """Returns `swizzled(scale)`, which is made once and kept as long as the memory of `scale`.
+
+    `version` is torch's count of writes to the tensor that the caller gave. (Views that an operator makes may
+    have a count of their own.) After a write the blocks are made again in the same memory, because a recorded
+    CUDA graph reads it. Nothing is kept if the version is None, as an inference tensor has none, nor while a
+    graph is captured, because the kernels do not run then.
+    """
+    storage = scale.untyped_storage()
+    key = scale.device, scale.data_ptr(), scale.shape
+    kept = _kept.get(key)
+    if kept is not None and kept.storage() is not storage:
+        kept = None
+    if kept is not None and kept.version == version:
+        return kept.blocks
+    with torch.inference_mode(False), torch.no_grad():
+        made = swizzled(scale)
+        if version is None or first_use.capturing():
+            return made
+        if kept is not None:
+            made = kept.blocks.copy_(made)
+        _kept[key] = _Kept(weakref.ref(storage, lambda dead: _forget(key, dead)), version, made)
+    return made
+
+
+def _forget(key: tuple[Any, ...], dead: Any) -> None:
+    if key in _kept and _kept[key].storage is dead:
+        del _kept[key]
+
+
+# --- launches ---
+
+
+def arguments(
+    x: Rows, w: Weights, out: Tensor, m: int, route: Route, config: int = -1
+) -> tuple[ProductArguments, tuple[Tensor, ...]]:
+    """Returns the arguments of a launch, and the tensors that they point to. These must live until the
+    launch.
+
+    `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1. The
+    route must have no `sorted_rows`.
+    """
+    x = with_scales_of(x._replace(packed=aligned(x.packed)), SCALE_BYTES)
+    groups, n, bytes_of_k = w.packed.shape
+    codes, scales = aligned(w.packed), blocks_of(w.scale, w.scale_version)
+    return ProductArguments(
+        x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(codes),
+        scales=address(scales), global_scale=address(w.global_scale), bias=address(w.bias), out=address(out),
+        group_rows=address(route.group_rows), stream=stream(), m=m, groups=groups, n=n, k=2 * bytes_of_k,
+        x_scale_bytes=x.scale.shape[1], config=config, mode=route.mode, out_type=DTYPE_CODES[out.dtype],
+        bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
+    ), (x.packed, x.scale, codes, scales)  # fmt: skip
+
+
+def in_order(x: Rows, route: Route, a_div: int, m: int) -> tuple[Rows, Route, Tensor | None]:
+    """Copies packed rows to the order of their groups, and one for each of the `m` rows of results.
+
+    Returns them, the route that they have then, and the row of results at each position. The last is None if
+    that is the order of `x` already, which is then not copied.
+    """
+    if route.sorted_rows is None and a_div == 1:
+        return x, route, None
+    place = x.packed.device
+    order = torch.arange(m, device=place) if route.sorted_rows is None else route.sorted_rows.long()
+    read = order // a_div
+    factor = None if x.factor is None else x.factor[read]
+    return Rows(x.packed[read], x.scale[read], factor), route._replace(sorted_rows=None), order
+
+
+def multiply(
+    x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
+) -> None:
+    """Computes row r of `out`: row r // a_div of `x`, multiplied by the weights of row r's group, plus the
+    bias.
+
+    The other arguments are those of `arguments`. The kernels read and write rows in the order of the groups.
+    If the route has another order, rows are copied before (`in_order`), and results after.
+    """
+    x, route, order = in_order(x, route, a_div, len(out))
+    rows = out if order is None else torch.empty_like(out)
+    given, _alive = arguments(x, w, rows, m, route, config)
+    call("fp4_kernel_products", ctypes.byref(given))
+    if order is not None:
+        out.index_copy_(0, order, rows)

@@ -1,0 +1,227 @@
+"""The operators whose rows are FP4, by the CUDA kernels of csrc/sm100 and csrc/sm120, and the check of their
+first use.
+
+The results are compared with float64 and with the CPU's operators. The file runs on such a GPU, or without
+one with `--emulate`. test_sm120_gpu.py and test_sm100.py test the kernels by their C interface.
+"""
+
+import ctypes
+import functools
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import emulated
+import pytest
+import reference
+import torch
+
+import fp4_ops
+from fp4_ops.backends.launchers import library, scaled, scaled_sm100
+from fp4_ops.backends.launchers import rows as launched_rows
+from fp4_ops.backends.triton.scaled import native
+from fp4_ops.runtime import first_use
+
+BUILT = Path(fp4_ops.__file__).parent / "_sm80.so"
+EMULATED = library.FILE != "_sm90.so"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not EMULATED and (not torch.cuda.is_available() or not BUILT.exists() or native.launcher(0) is None),
+        reason="needs a GPU of compute capability 10.x or 12.x and _sm80.so",
+    ),
+]
+
+
+class Family(NamedTuple):
+    """Kernels for one major compute capability."""
+
+    launcher: ModuleType
+    function: str
+    capability: int
+    shared_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"sm_{self.capability}"
+
+
+FAMILIES = [
+    Family(scaled_sm100, "fp4_kernel_products", 100, 232448),
+    Family(scaled, "fp4_kernel_scaled", 120, 101376),
+]
+CASES = [(family, format) for family in FAMILIES for format in family.launcher.KINDS]
+every_case = pytest.mark.parametrize(
+    "family, format", CASES, ids=[f"{family.name}-{format}" for family, format in CASES]
+)
+SMALL = 40, 320
+"""N and K in the check of the first use."""
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    return ctypes.CDLL(str(emulated.kernels("sm80") if EMULATED else BUILT))
+
+
+@pytest.fixture
+def launches(family, monkeypatch):
+    """Let the launcher call these kernels. Return the arguments that it passes, and a list of functions to
+    change them.
+    """
+    kernels, seen, changes = load(), [], []
+    if EMULATED:
+        kernels.emulator_device(family.capability, emulated.MULTIPROCESSORS, family.shared_bytes)
+        kernels.emulator_seed(torch.initial_seed() % 2**32)
+    elif native.launcher(0) is not family.launcher:
+        pytest.skip(f"needs a GPU like {family.name}")
+
+    def call(name, *args):
+        if name == family.function:
+            given = args[0]._obj
+            for change in changes:
+                change(given)
+            seen.append(given)
+        code = getattr(kernels, name)(*map(as_pointer, args))
+        if code:
+            raise RuntimeError(f"{name}: {code}")
+
+    def as_pointer(value):
+        return ctypes.c_void_p(value) if isinstance(value, int) and value > 2**31 else value
+
+    if EMULATED:
+        monkeypatch.setattr(first_use, "capturing", lambda: False)
+    monkeypatch.setattr(native, "launcher", lambda _: family.launcher)
+    monkeypatch.setattr(family.launcher, "call", call)
+    monkeypatch.setattr(launched_rows, "call", call)
+    return seen, changes
+
+
+# --- the first use ---
+
+
+@every_case
+def test_the_first_use_agrees(family, format, launches):
+    assert native.first_error(format, repeats=2, shape=SMALL) <= 0.6 * native.BOUND
+
+
+def no_order(given):
+    given.sorted_rows = None
+
+
+def other_format(given):
+    given.nvfp4 = 1 - given.nvfp4
+
+
+def other_rows(given):
+    given.a_div = 1
+
+
+def other_factor(given):
+    given.x_factor = given.global_scale
+
+
+def shifted_scales(given):
+    given.scales += 16 if isinstance(given, scaled_sm100.ProductArguments) else 1
+
+
+def no_bias(given):
+    given.bias = None
+
+
+def other_results(given):
+    given.out_type = {1: 2, 2: 1}.get(given.out_type, given.out_type)
+
+
+BOTH = other_factor, shifted_scales, no_bias, other_results
+WRONG = [(FAMILIES[0], change) for change in BOTH]
+WRONG += [(FAMILIES[1], change) for change in (*BOTH, no_order, other_format, other_rows)]
+
+
+@pytest.mark.parametrize("family, change", WRONG, ids=[f"{f.name}-{c.__name__}" for f, c in WRONG])
+def test_the_first_use_finds_wrong_kernels(family, change, launches):
+    launches[1].append(change)
+    assert not native.first_error("nvfp4", repeats=1, shape=SMALL) <= native.BOUND
+
+
+# --- operators ---
+
+
+@pytest.fixture
+def operators(family, format, launches, monkeypatch):
+    """The operators of such a GPU, on tensors of the CPU."""
+    pytest.importorskip("triton")
+    from fp4_ops.backends.triton import operators, tiles
+    from fp4_ops.backends.triton.scaled import support
+
+    monkeypatch.setattr(
+        native, "takes", lambda w, a_format: scaled.takes(w.n, w.k) and a_format == w.fmt.name
+    )
+    monkeypatch.setattr(support, "takes", lambda *_: False)  # as with an older Triton on 12.1
+    capability = divmod(family.capability, 10)
+    tiles.pretend(tiles.Device(f"like {family.name}", capability, family.shared_bytes, 48))
+    yield operators
+    tiles.pretend(None)
+
+
+@pytest.mark.skipif(not EMULATED, reason="tensors of the CPU")
+@every_case
+def test_operators(family, format, operators, launches):
+    """Every product takes the kernels, where K and N fit, and gives what the CPU's operator gives."""
+    m, g, n, k = 21, 3, 40, 192
+    w = reference.random_weight(format, g, n, k)
+    options = {"format": format, "out_dtype": torch.float32}
+    a, b = reference.random_activations(m, k, kind=format), reference.random_activations(g, 7, k, kind=format)
+    ids = torch.randint(-1, g + 1, (m,))
+    offs = torch.randint(0, m, (g,)).sort().values.int()
+    one = [None if t is None else t[0] for t in w.operands()]
+    calls = {
+        "mm": (a, one, ()),
+        "grouped_mm": (a, w.operands(), (offs,)),
+        "grouped_mm_masked": (b, w.operands(), (torch.tensor([0, 9, 4]).int().clamp(max=7),)),
+        "indexed_mm": (a, w.operands(), (ids,)),
+    }
+    for name, (x, weights, args) in calls.items():
+        given = {"a_scale": x.scale, "a_global_scale": x.global_scale, "a_format": format}
+        got = getattr(operators, name)(x.data, *weights, *args, **given, **options)
+        want = getattr(torch.ops.fp4, name)(x.data, *weights, *args, **given, **options)
+        assert (got - want).norm() <= 2e-6 * want.norm()
+    assert len(launches[0]) == len(calls)
+
+
+@pytest.mark.skipif(not EMULATED, reason="tensors of the CPU")
+@every_case
+def test_experts(family, format, operators, launches, monkeypatch):
+    """The two products of fp4::moe: rows by their experts' ids, and rows that are read by several experts."""
+    from fp4_ops.backends.triton import ops
+    from fp4_ops.backends.triton.scaled import ops as scaled_ops
+    from fp4_ops.meta.formats import FORMATS as TABLE
+    from fp4_ops.meta.gates import apply_gate
+
+    def quantized(x, fmt):
+        packed, scale, factor = torch.ops.fp4.quantize(x[:, None].float(), fmt.name)
+        factor = factor if fmt.has_global_scale else None
+        return scaled.Rows(packed[:, 0], scale[:, 0].view(torch.uint8), factor)
+
+    def gated(y, k, activation):
+        return apply_gate(y, activation)
+
+    monkeypatch.setattr(scaled_ops, "_quantized", quantized)
+    monkeypatch.setattr(scaled_ops, "gated", gated)
+    tokens, top_k, experts, hidden, inner = 9, 2, 4, 64, 128
+    up = reference.random_weight(format, experts, 2 * inner, hidden)
+    down = reference.random_weight(format, experts, hidden, inner)
+    x = torch.randn(tokens, hidden)
+    ids = torch.rand(tokens, experts).topk(top_k).indices
+    args = [
+        ops.WeightArgs(
+            w.packed, w.scale.view(torch.uint8), w.global_scale, None, experts, n, k, TABLE[format]
+        )
+        for w, n, k in ((up, 2 * inner, hidden), (down, hidden, inner))
+    ]  # fmt: skip
+    got = scaled_ops._experts(x, ids, *args, "silu").view(tokens, top_k, hidden).sum(1)
+    want = torch.ops.fp4.moe(
+        x, ids, torch.ones(tokens, top_k), *up.operands(), *down.operands(), format=format, a_format=format
+    )
+    assert len(launches[0]) == 2
+    # Sums in another order round a few hidden values to another code.
+    assert (got - want).norm() <= 2e-2 * want.norm()

@@ -1,0 +1,184 @@
+"""Which GPUs run the CUDA kernels for FP4 rows, and what those for 10.x make of a weight. Without a GPU."""
+
+import gc
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp4_ops.backends.launchers import library, scaled, scaled_sm100
+from fp4_ops.backends.triton.scaled import native
+from fp4_ops.meta.formats import FORMATS
+from fp4_ops.runtime import first_use
+from fp4_ops.runtime import native as runtime
+
+# --- which GPUs ---
+
+NEW = SimpleNamespace(fp4_kernel_scaled=None, fp4_kernel_products=None)
+OLD = SimpleNamespace(fp4_kernel_scaled=None)
+"""A library that was built before the kernels for 10.x."""
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """Pretend a GPU of a capability, whose first uses have an error."""
+    for launcher in (scaled, scaled_sm100):
+        launcher.built.cache_clear()
+    first_use.forget()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def pretend(capability, error=0.0, kernels=NEW, family=runtime.MMA):
+        properties = SimpleNamespace(name="a GPU", major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
+        monkeypatch.setattr(runtime, "family", lambda _: family)
+        monkeypatch.setattr(runtime, "build", lambda _: "a build")
+        monkeypatch.setattr(library, "library", lambda _: kernels)
+        monkeypatch.setattr(scaled, "library", lambda _: kernels)
+        monkeypatch.setattr(native, "first_error", lambda format: error)
+
+    yield pretend
+    for launcher in (scaled, scaled_sm100):
+        launcher.built.cache_clear()
+    first_use.forget()
+
+
+def runs() -> set[str]:
+    return {format for format in FORMATS if native.runs(format, 0)}
+
+
+@pytest.mark.parametrize(
+    "capability, launcher, formats",
+    [
+        ((10, 0), scaled_sm100, {"nvfp4"}), ((10, 3), scaled_sm100, {"nvfp4"}),
+        ((12, 0), scaled, {"nvfp4", "mxfp4"}), ((12, 1), scaled, {"nvfp4", "mxfp4"}),
+        ((8, 0), None, set()), ((11, 0), None, set()),
+    ],
+)  # fmt: skip
+def test_which_kernels_a_gpu_runs(capability, launcher, formats, gpu):
+    gpu(capability)
+    assert native.launcher(0) is launcher and runs() == formats
+
+
+def test_without_code_for_the_gpu_triton_runs(gpu):
+    """`_sm80.so` may be missing, be built for other GPUs, or be older than the kernels."""
+    gpu((10, 0), family=0)
+    assert native.launcher(0) is None and not runs()
+    scaled_sm100.built.cache_clear()
+    gpu((10, 0), kernels=OLD)
+    assert native.launcher(0) is None and not runs()
+
+
+@pytest.mark.parametrize("error", [1e-3, float("inf"), float("nan")])
+def test_kernels_whose_first_use_is_wrong_do_not_run(error, gpu, caplog):
+    gpu((10, 0), error)
+    with caplog.at_level(logging.WARNING, "fp4_ops"):
+        assert native.launcher(0) is scaled_sm100 and not runs()
+    assert (
+        "the CUDA product of nvfp4 rows and weights is wrong on a GPU, compute capability 10.0" in caplog.text
+    )
+    assert "Triton is used instead" in caplog.text
+
+
+# --- the weights' scales ---
+
+
+def random_scale(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 0x7F, shape, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("rows, columns", [(300, 8), (128, 4), (8, 12), (256, 180)])
+def test_scales_are_as_torch_swizzles_them(rows, columns):
+    """The scale of row r and column c of a block of 128 by 4 is at 16 (r % 32) + 4 (r // 32) + c, and blocks
+    follow each other along K first. `to_blocked` of torch's tests of `scaled_mm` says the same."""
+    groups, high = 2, -(-rows // 128) * 128
+    scale = random_scale(groups, rows, columns)
+    got = scaled_sm100.swizzled(scale.view(torch.float8_e4m3fn))
+    g, r, c = torch.meshgrid(*map(torch.arange, (groups, rows, columns)), indexing="ij")
+    block = r // 128 * (columns // 4) + c // 4
+    want = torch.zeros(groups, high * columns, dtype=torch.uint8)
+    want[g, 512 * block + 16 * (r % 32) + 4 * (r % 128 // 32) + c % 4] = scale
+    assert torch.equal(got, want)
+    quantized = pytest.importorskip("torch.testing._internal.common_quantized")
+    for one, its in zip(got, scale, strict=True):
+        assert torch.equal(one, quantized.to_blocked(its))
+
+
+def test_scales_with_a_sign_become_nan():
+    scale = torch.arange(256, dtype=torch.uint8).view(1, 64, 4)
+    values = scaled_sm100.swizzled(scale)[0, : 64 * 16].view(32, 4, 4)[:, :2].transpose(0, 1).reshape(64, 4)
+    assert torch.equal(values, scale[0].clamp(max=0x7F))
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.setattr(scaled_sm100, "_kept", found := {})
+    return found
+
+
+def test_they_are_made_once_for_a_weight(kept, monkeypatch):
+    made, right = [], scaled_sm100.swizzled
+    monkeypatch.setattr(scaled_sm100, "swizzled", lambda scale: made.append(1) or right(scale))
+    weight = random_scale(3, 40, 8).view(torch.float8_e4m3fn)
+
+    def found(weight):
+        return scaled_sm100.blocks_of(weight.view(torch.uint8), weight._version)
+
+    first = found(weight)
+    with torch.inference_mode():
+        assert found(weight) is first
+    part = scaled_sm100.blocks_of(weight.view(torch.uint8)[1:], weight._version)
+    assert torch.equal(part, first[1:]) and len(made) == 2
+    weight.view(torch.uint8)[2, 3] += 1
+    with torch.inference_mode():  # a recorded graph reads the same memory
+        assert found(weight) is first and torch.equal(first, right(weight))
+    assert found(weight) is first and len(made) == 3
+    del weight
+    gc.collect()
+    assert not kept
+
+
+def test_what_is_not_kept(kept, monkeypatch):
+    """Scales whose writes cannot be seen. Blocks that a captured graph makes: its kernels have not run."""
+    weight = random_scale(1, 8, 4)
+    first = scaled_sm100.blocks_of(weight, None)
+    weight += 1
+    assert not torch.equal(first, scaled_sm100.blocks_of(weight, None))
+    monkeypatch.setattr(first_use, "capturing", lambda: True)
+    assert torch.equal(scaled_sm100.blocks_of(weight, 1), scaled_sm100.swizzled(weight))
+    assert not kept
+
+
+def test_a_write_during_a_capture_shows(kept, monkeypatch):
+    weight = random_scale(1, 8, 4)
+    first = scaled_sm100.blocks_of(weight, 0)
+    weight += 1
+    with monkeypatch.context() as patch:
+        patch.setattr(first_use, "capturing", lambda: True)
+        assert scaled_sm100.blocks_of(weight, 1) is not first
+    assert scaled_sm100.blocks_of(weight, 1) is first
+    assert torch.equal(first, scaled_sm100.swizzled(weight))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_operators_tell_the_version_of_their_argument(inference):
+    """Inside an operator a view has its own version, and in inference mode none."""
+    ops = pytest.importorskip("fp4_ops.backends.triton.ops")
+    w = SimpleNamespace(format=FORMATS["nvfp4"], groups=2, n=8, k=64)
+    scale = random_scale(2, 8, 4).view(torch.float8_e4m3fn)
+    scale.view(torch.uint8).add_(1)
+    with torch.inference_mode(inference):
+        given = torch.zeros(2, 8, 32, dtype=torch.uint8), scale, torch.ones(2), None
+        assert ops.weight(*given, w).scale_version == 1
+        assert (ops.weight(given[0], scale.clone(), *given[2:], w).scale_version is None) == inference
+
+
+def test_memory_that_another_weight_gets_is_another_weight(kept):
+    store = random_scale(2 * 8 * 4)
+    for _ in range(2):  # two storages over the same memory
+        weight = torch.frombuffer(store.numpy(), dtype=torch.uint8).view(2, 8, 4)
+        assert torch.equal(scaled_sm100.blocks_of(weight, 0), scaled_sm100.swizzled(weight))
+        store += 1
+        del weight
