@@ -184,6 +184,8 @@ def attention(q, keys, values, mask, scale, sinks=None):
     checks.check_attention(q, keys, values, mask, sinks)
     if sinks is not None:
         return _attention_with_sinks(q, keys, values, mask, scale, sinks)
+    # torch's kernels for GPUs read 16 bytes at a time, wherever a tensor begins.
+    q, keys, values = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q, keys, values))
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, attn_mask=mask, scale=scale, enable_gqa=q.shape[2] != keys.shape[1]
     )
