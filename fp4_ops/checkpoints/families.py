@@ -50,6 +50,19 @@ def register_families() -> None:
             getattr(transformers, auto)._model_mapping.register(config, own, exist_ok=True)
 
 
+_TEXTS = ("text_config", "llm_config", "language_config")
+"""Keys of config.json that hold the config of the language model."""
+
+
+def has_fewer_layers(config: PretrainedConfig, stored: dict[str, Any]) -> bool:
+    """Returns whether a model's config has fewer decoder layers than the config.json of its folder."""
+    text = config.get_text_config(decoder=True)
+    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    parts = [stored[name] for name in _TEXTS if isinstance(stored.get(name), dict)] + [stored]
+    layers = next((part[key] for part in parts if isinstance(part.get(key), int)), 0)
+    return getattr(text, key, layers) < layers
+
+
 def config_of(path: Any, model_type: str | None, trust_remote_code: bool) -> PretrainedConfig:
     """Returns a folder's config. Code from the folder runs only if transformers does not have the family."""
     register_families()

@@ -65,6 +65,10 @@ OTHER_MODEL = "config.json describes another model than the files: take the one 
 PREFIXED = (
     "Save the model itself, not a wrapper around it (DataParallel, torch.compile), or rename the tensors"
 )
+NO_CONFIG = (
+    "but config.json has no quantization_config that says what they mean. Take the config.json that was "
+    "written with these files"
+)
 INCOMPLETE = "Fetch or export the folder again, with all its files"
 """Advice at the end of an error message."""
 

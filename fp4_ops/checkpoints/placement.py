@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -212,20 +212,25 @@ def place(
     weights: dict[str, StoredWeight],
     tensors: Iterable[TensorInfo] = (),
     requantize: str | None = None,
+    fewer_layers: bool = False,
 ) -> Placement:
     """Finds the place of every stored weight, and a stored weight for every part of each place.
 
     model: as transformers builds it, not yet prepared, on any device, even meta.
     tensors: all tensors of the folder. Ordinary ones that transformers' rules do not place are placed, too.
     requantize: the format to which experts will be requantised. A module's may then have several formats.
+    fewer_layers: whether the model was asked for with fewer layers than the folder has. The weights of the
+        others are then left out, as transformers does with ordinary weights.
+
     Raises CheckpointError for weights without a place, of another shape than their place, or missing.
     """
-    return _Placer(model).place(weights, tensors, requantize is not None)
+    return _Placer(model, fewer_layers).place(weights, tensors, requantize is not None)
 
 
 class _Placer:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fewer_layers: bool) -> None:
         self.model, self.target = model, rules(model)
+        self.fewer_layers = fewer_layers
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.shared = shared_experts(model)
         self.result = Placement({}, {}, {}, {}, set())
@@ -272,6 +277,8 @@ class _Placer:
         parameter = None if module is None else module._parameters.get(attribute)
         if module is None and is_left_out(self.model, name):
             self.result.left[owner] = "the model has no such layer, and its family is known to leave it out"
+        elif module is None and self.fewer_layers and self._short(name) is not None:
+            self.result.left[owner] = "the given config has fewer layers than the folder"
         elif parameter is not None and stored.dialect.is_dense:
             self._dense(to, parameter, module, stored)
         elif isinstance(module, nn.Linear) and attribute == "weight" and to.expert is None:
@@ -295,13 +302,21 @@ class _Placer:
                 "that has the place (load_checkpoint's model_or_config)"
             )
 
-    def _why_no_place(self, name: str) -> str:
-        """Says whether the model has fewer layers than the files, or names without the files' prefix."""
+    def _short(self, name: str) -> str | None:
+        """Returns the model's list of modules that is too short for a name, or None."""
         parts = name.split(".")
         for i in range(1, len(parts)):
             owner = self.modules.get(".".join(parts[:i]))
             if isinstance(owner, nn.ModuleList) and parts[i].isdigit() and int(parts[i]) >= len(owner):
-                return f"{'.'.join(parts[:i])} has only {len(owner)} modules. {OTHER_MODEL}"
+                return ".".join(parts[:i])
+        return None
+
+    def _why_no_place(self, name: str) -> str:
+        """Says whether the model has fewer layers than the files, or names without the files' prefix."""
+        parts = name.split(".")
+        if (short := self._short(name)) is not None:
+            count = len(cast(nn.ModuleList, self.modules[short]))
+            return f"{short} has only {count} modules. {OTHER_MODEL}"
         for i in range(1, len(parts) - 1):
             tail = ".".join(parts[i:])
             if self.target(tail).parameter.rpartition(".")[0] in self.modules:

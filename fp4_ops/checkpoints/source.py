@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .dialects import DIALECTS, Dialect, StoredWeight, dialects_of, stored_config, stored_weights
-from .files import INCOMPLETE, CheckpointError, TensorInfo
+from .files import INCOMPLETE, NO_CONFIG, CheckpointError, TensorInfo
 from .folder import INDEX, SINGLE, Folder
 from .foreign import of_config, of_tensors
 
@@ -56,11 +56,7 @@ def storage(folder: Folder) -> dict[str, Any] | None:
         codes = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
         if codes and info.name.endswith(ends):
             dtype = str(info.dtype).removeprefix("torch.")
-            raise CheckpointError(
-                f"fp4: {info} is {dtype}: codes of a quantised weight, but config.json has no "
-                "quantization_config that says what they mean. Take the config.json that was written with "
-                "these files"
-            )
+            raise CheckpointError(f"fp4: {info} is {dtype}: codes of a quantised weight, {NO_CONFIG}")
     return None
 
 

@@ -15,7 +15,7 @@ import torch
 from checkpoint_folders import HOW, assert_holds, loaded
 from checkpoint_samples import edit_json, save_tensors, tiny, write_folder
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp4_ops
 from fp4_ops.__main__ import main
@@ -329,13 +329,49 @@ def test_a_config_with_more_layers_than_the_files(registered, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_codes_without_a_quantization_config(tmp_path):
-    write_folder(tmp_path, tiny(), CT)
+@pytest.mark.parametrize("how", ["load_checkpoint", "from_pretrained", "FP4Config"])
+@pytest.mark.parametrize("dialect", [CT, "modelopt-nvfp4"])
+def test_codes_without_a_quantization_config(dialect, how, registered, tmp_path):
+    """transformers alone lists them as UNEXPECTED, and leaves the experts random."""
+    write_folder(tmp_path, tiny(), dialect)
     edit_json(tmp_path / "config.json", lambda c: c.pop("quantization_config"))
     with pytest.raises(
-        CheckpointError, match=r"weight_\w+ .*codes or scales of a quantised weight, but config.json has"
+        CheckpointError, match=r"weight.* codes .*but config.json has no.*that was written with"
     ):
-        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FP4Config())
+        if how == "FP4Config":
+            AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FP4Config())
+        else:
+            loaded(tmp_path, how)
+
+
+def test_ordinary_folders_with_further_tensors_are_left_to_transformers(registered, tmp_path):
+    tiny().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"model.extra.weight": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["unexpected_keys"] == {"model.extra.weight"}
+
+
+@pytest.mark.parametrize("how", ["load_checkpoint", "from_pretrained"])
+def test_a_given_config_with_fewer_layers(how, registered, tmp_path):
+    """As with 16-bit folders: the other layers are left out."""
+    values = write_folder(tmp_path, tiny(), CT, linears=("model.layers.1.self_attn.q_proj",))
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.num_hidden_layers, config.layer_types = 1, None
+    if how == "load_checkpoint":
+        model = fp4_ops.load_checkpoint(config, tmp_path)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, config=config)
+    assert_holds(model, {n: v for n, v in values.items() if ".layers.0." in n})
+    report = str(model.hf_quantizer.report)
+    assert "model.layers.1.mlp.experts" in report and "config has fewer layers than the folder" in report
+
+
+def test_a_folder_whose_own_config_has_fewer_layers(tmp_path):
+    write_folder(tmp_path, tiny(), CT)
+    edit_json(tmp_path / "config.json", lambda c: c.update(num_hidden_layers=1, layer_types=None))
+    with pytest.raises(CheckpointError, match=r"layers has only 1 modules. config.json describes another"):
+        fp4_ops.load_checkpoint(None, tmp_path)
 
 
 def test_quantize_blames_the_folder_for_a_weight_of_another_shape(tmp_path):
@@ -488,6 +524,21 @@ def test_a_full_disk_names_the_file_and_the_call_continues(full, little_space, t
     quantize_checkpoint(source, out, **how)
     assert (out / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     fp4_ops.load_checkpoint(None, out)
+
+
+@pytest.mark.parametrize("most, file", [(20, "again"), (20_000, "again/model.safetensors")])
+def test_save_pretrained_on_a_full_disk_names_the_file(most, file, little_space, tmp_path):
+    model = tiny()
+    fp4_ops.prepare(model)
+    little_space(most)
+    with pytest.raises(
+        OSError, match=rf"^\[Errno \d+\] fp4: \S*{file} could not be written: .*again"
+    ) as stopped:
+        model.save_pretrained(tmp_path / "again")
+    assert stopped.value.errno == errno.EFBIG
+    little_space(None)
+    model.save_pretrained(tmp_path / "again")
+    fp4_ops.load_checkpoint(None, tmp_path / "again")
 
 
 @pytest.mark.parametrize("lacking", ["lm_head.weight", "model.layers.0.input_layernorm.weight"])

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from ...checkpoints.files import OTHER_MODEL, CheckpointError
+from ...checkpoints.files import NO_CONFIG, OTHER_MODEL, CheckpointError
 from ...checkpoints.folder import Folder
 from ...experts.find import form_of, is_experts
 from ...models.arriving import ArrivingExperts
@@ -79,11 +79,7 @@ def _prefix(parameter: str, files: Iterable[str]) -> str:
         if own == theirs:
             beside = [infos[k] for k in keys if k.startswith(f"{owner}.")]
             if codes := next((info for info in beside if info.dtype.itemsize == 1), None):
-                return (
-                    f"The files have {codes}, codes or scales of a quantised weight, but config.json has no "
-                    "quantization_config that says what they mean. Take the config.json that was written "
-                    "with these files"
-                )
+                return f"The files have {codes}, codes or scales of a quantised weight, {NO_CONFIG}"
             return f"The files have {key} and the like, but not all of them. Get the whole folder"
         if re.sub(r"\d+", "", own) == re.sub(r"\d+", "", theirs):
             return f"The files have {key}, but no such layer. {OTHER_MODEL}"

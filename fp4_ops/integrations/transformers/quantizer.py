@@ -34,16 +34,16 @@ from ...checkpoints.dialects import (
     stored_config,
     with_older,
 )
-from ...checkpoints.families import register_families
+from ...checkpoints.families import has_fewer_layers, register_families
 from ...checkpoints.files import OTHER_MODEL, CheckpointError, TensorInfo, read_json
 from ...checkpoints.folder import Folder
-from ...checkpoints.gguf import GGUF, OTHER_CONFIG, dense_of
+from ...checkpoints.gguf import GGUF, OTHER_CONFIG, dense_of, layers_of
 from ...checkpoints.gguf import experts_of as gguf_experts
 from ...checkpoints.load import LoadReport, detach_places, fill
 from ...checkpoints.placement import Placement, place
 from ...checkpoints.ranks import announce, divide, kinds_of
 from ...checkpoints.shared import shared_experts
-from ...checkpoints.source import four_bit_weights
+from ...checkpoints.source import four_bit_weights, storage
 from ...experts.find import WHOLE_EXPERTS
 from ...meta.formats import FORMATS, check_activation_choice
 from ...meta.operand_checks import FLOATING_OR_DOUBLE
@@ -53,8 +53,9 @@ from ...models.outside_experts import KEEP, Kind, check_gradients, chosen_format
 from ...models.pack_experts import pack_experts
 from . import expert_parallel
 from .on_load import PackOnLoad, check_read, shared_names
-from .save import state_dict_for_saving
+from .save import name_failed_files, state_dict_for_saving
 from .shards import any_index, read_any_index
+from .unexplained import refuse_unexplained
 
 METHOD = "fp4"
 """Our quant_method among transformers' quantizers."""
@@ -170,9 +171,9 @@ class FP4HfQuantizer(HfQuantizer):
             self._pack = PackOnLoad(arriving)
             return
         self._dtypes = _dtypes_of(model)
-        weights, tensors = self._stored_weights(model, checkpoint_files)
+        weights, tensors, fewer = self._stored_weights(model, checkpoint_files)
         try:
-            self._placement = place(model, weights, tensors, self.quantization_config.requantize)
+            self._placement = place(model, weights, tensors, self.quantization_config.requantize, fewer)
         except CheckpointError as error:
             if self.quantization_config.gguf is None or OTHER_MODEL not in str(error):
                 raise
@@ -187,11 +188,14 @@ class FP4HfQuantizer(HfQuantizer):
 
     def _stored_weights(
         self, model: Any, checkpoint_files: list[str] | None
-    ) -> tuple[dict[str, StoredWeight], Iterable[TensorInfo]]:
-        """Returns the weights in 4 bits, and the tensors that may hold the experts' other weights."""
+    ) -> tuple[dict[str, StoredWeight], Iterable[TensorInfo], bool]:
+        """Returns the weights in 4 bits, the tensors that may hold the experts' other weights, and True if
+        the model has fewer layers than the folder."""
         config = self.quantization_config
         if config.gguf is not None:
-            return gguf_experts(GGUF.open(Path(config.gguf)), config.requantize)
+            file = GGUF.open(Path(config.gguf))
+            weights, tensors = gguf_experts(file, config.requantize)
+            return weights, tensors, has_fewer_layers(model.config, {"num_hidden_layers": layers_of(file)})
         if not checkpoint_files:
             raise CheckpointError(
                 f"fp4: {type(model).__name__} is given no safetensors files; a 4-bit checkpoint must be "
@@ -199,7 +203,8 @@ class FP4HfQuantizer(HfQuantizer):
                 "Give from_pretrained the folder"
             )
         folder = Folder.of_files(checkpoint_files)
-        return four_bit_weights(folder, self._dialects), folder.tensors.values()
+        weights = four_bit_weights(folder, self._dialects)
+        return weights, folder.tensors.values(), has_fewer_layers(model.config, folder.config)
 
     def read_header(self, gguf_file: str) -> None:
         """Reads the file that `from_pretrained(gguf_file=...)` names."""
@@ -307,13 +312,16 @@ class FP4HfQuantizer(HfQuantizer):
 
 
 def _check_ordinary(files: list[str] | None) -> None:
-    """Raises CheckpointError for a folder that is quantised in a way that transformers does not know."""
+    """Raises CheckpointError for a folder that is quantised in a way that transformers does not know, and for
+    codes that its config does not explain."""
     path = Path(files[0]).parent if files else None
     if path is not None and (path / "config.json").exists() and stored_config(path) is not None:
         raise CheckpointError(
             f"fp4: {path} is quantised already, by a tool that transformers does not know: call "
             "fp4_ops.register_with_transformers() before from_pretrained, or fp4_ops.load_checkpoint"
         )
+    if files and all(file.endswith(".safetensors") for file in files):
+        storage(Folder.of_files(files))
 
 
 def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
@@ -451,6 +459,7 @@ def _with_gguf() -> Any:
 def register_quantizer() -> None:
     """Registers quant_method and ep_implementation "fp4" in transformers. Nothing else changes."""
     expert_parallel.register()
+    name_failed_files(FP4HfQuantizer)
     if not hasattr(auto.AutoHfQuantizer.merge_quantization_configs, "_fp4_original"):
         auto.AutoHfQuantizer.merge_quantization_configs = _merge()  # type: ignore[method-assign]
     if not hasattr(modeling_utils.get_hf_quantizer, "_fp4_original"):
@@ -511,6 +520,7 @@ def register_with_transformers() -> None:
     if not hasattr(PretrainedConfig.get_config_dict, "_fp4_original"):
         PretrainedConfig.get_config_dict = _with_all_it_says()  # type: ignore[method-assign]
     read_any_index()
+    refuse_unexplained()
     register_families()
     mapping: dict[str, Any] = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     for method in METHODS:
@@ -527,7 +537,7 @@ def registered() -> Iterator[None]:
         auto.AUTO_QUANTIZER_MAPPING,
     )
     before = [dict(m) for m in mappings]
-    configs = PretrainedConfig.__dict__["get_config_dict"]
+    configs, report = PretrainedConfig.__dict__["get_config_dict"], modeling_utils.log_state_dict_report
     try:
         with any_index():
             register_with_transformers()
@@ -537,6 +547,7 @@ def registered() -> Iterator[None]:
             mapping.clear()
             mapping.update(old)
         PretrainedConfig.get_config_dict = configs  # type: ignore[method-assign]
+        modeling_utils.log_state_dict_report = report
         register_quantizer()
 
 

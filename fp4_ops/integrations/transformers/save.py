@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
+from transformers import PreTrainedModel, modeling_utils
 
 from ...checkpoints.dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
 from ...checkpoints.placement import Target, rules
@@ -139,3 +143,45 @@ def stored_names(model: nn.Module) -> Callable[[str, int], list[str]]:
         return [f"{owner}.{expert}.{attribute}"]
 
     return names
+
+
+def name_failed_files(quantizer: type) -> None:
+    """Makes `save_pretrained` of models with this quantizer name the file that could not be written.
+
+    transformers and safetensors raise the disk's error alone. A second call changes nothing.
+    """
+    original: Any = PreTrainedModel.save_pretrained
+    if hasattr(original, "_fp4_original"):
+        return
+
+    @functools.wraps(original)
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(getattr(self, "hf_quantizer", None), quantizer):
+            return original(self, save_directory, *args, **kwargs)
+        write: Any = modeling_utils.safe_save_file
+        at = str(save_directory)
+
+        def noted(tensors: Any, file: Any, *more: Any, **how: Any) -> Any:
+            nonlocal at
+            at = str(file)
+            return write(tensors, file, *more, **how)
+
+        modeling_utils.safe_save_file = noted  # type: ignore[assignment]
+        try:
+            return original(self, save_directory, *args, **kwargs)
+        except (OSError, SafetensorError) as error:
+            found = re.search(r"os error (\d+)", str(error))  # safetensors gives the number as text only
+            number = getattr(error, "errno", None) or (int(found[1]) if found else None)
+            if number is None:
+                raise
+            file = getattr(error, "filename", None) or at
+            raise OSError(
+                number,
+                f"fp4: {file} could not be written: {os.strerror(number)}. The folder is not whole: once "
+                "this is fixed, call save_pretrained again",
+            ) from error
+        finally:
+            modeling_utils.safe_save_file = write
+
+    save_pretrained._fp4_original = original  # type: ignore[attr-defined]
+    PreTrainedModel.save_pretrained = save_pretrained  # type: ignore[method-assign]
