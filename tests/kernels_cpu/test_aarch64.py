@@ -22,7 +22,9 @@ import aarch64
 
 pytestmark = pytest.mark.aarch64
 BEST = "neon_bf16"
-OPERATORS = ("test_ops_matmul.py", "test_ops_moe.py", "test_ops_quantize.py", "test_ops_rows.py")
+DRAW = os.environ.get("FP4_EMULATED_DRAW", "1")
+OPERATORS = ("test_ops_matmul.py", "test_ops_rows.py"), ("test_ops_moe.py", "test_ops_quantize.py")
+"""Files by process. An emulated processor takes long to import torch, and two run at a time."""
 
 
 class Emulated:
@@ -41,35 +43,17 @@ def emulated(tmp_path_factory) -> Emulated:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", OPERATORS)
-def test_operators(emulated, file):
+@pytest.mark.parametrize("files", OPERATORS, ids=" ".join)
+def test_operators(emulated, files):
     """On the best kernels: sdot, smmla, bfdot and bfmmla."""
-    options = ["-q", "-p", "no:cacheprovider", "-m", "not more", "--rootdir", str(ROOT)]
-    options += ["--draw", os.environ.get("FP4_EMULATED_DRAW", "1")]
-    done = emulated.python("-m", "pytest", *options, str(TESTS / "operators" / file))
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not more", "--rootdir", str(ROOT), "--draw", DRAW]
+    done = emulated.python("-m", "pytest", *options, *(str(TESTS / "operators" / file) for file in files))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\d+ passed", done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "family, cpu", [("scalar", "neon"), ("neon", "neon"), ("neon_dotprod", "neon_dotprod")]
-)
-def test_families(emulated, family, cpu):
-    """The cases of test_cpu_dispatch.py for the other families. What is neither float32 nor int8 becomes
-    float32 before the kernels."""
-    script = str(Path(__file__).with_name("test_cpu_dispatch.py"))
-    seed = str(torch.randint(0, 2**31, ()).item())
-    done = emulated.python(script, seed, "f32", "int8", cpu=cpu, FP4_CPU_CAPABILITY=family)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout)
-    assert found.pop("capability") == family
-    wrong = {case: outcome for case, outcome in found.items() if not (isinstance(outcome, int) and outcome)}
-    assert found and not wrong, "\n".join(f"{case}:\n{outcome}" for case, outcome in wrong.items())
-
-
 CHOICE = """
-import os, torch, fp4_ops
+import os, runpy, sys, torch, fp4_ops
 try:
     torch.ops.fp4.cpu_capability()
 except RuntimeError as error:
@@ -77,9 +61,13 @@ except RuntimeError as error:
 os.environ["FP4_CPU_CAPABILITY"] = ""
 print(torch.ops.fp4.cpu_capability())
 print(fp4_ops.info().kernels[0].family)
+del sys.argv[0]  # "-c"
+if sys.argv:
+    runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, lacks, has",
     [
@@ -89,12 +77,37 @@ print(fp4_ops.info().kernels[0].family)
     ],
 )
 def test_the_processor_decides(emulated, family, lacks, has):
-    """Kernels that it lacks are refused; else it takes the best, and `fp4_ops.info()` names them."""
-    done = emulated.python("-c", CHOICE, cpu=family, FP4_CPU_CAPABILITY=lacks)
-    assert done.returncode == 0, done.stderr
-    refused, chosen, shown = done.stdout.splitlines()
+    """Kernels that it lacks are refused; else it takes the best, and `fp4_ops.info()` names them. Families
+    other than the best, whose operators `test_operators` tests, compute the cases of test_cpu_dispatch.py."""
+    cases = [] if family == BEST else script()
+    done = emulated.python("-c", CHOICE, *cases, cpu=family, FP4_CPU_CAPABILITY=lacks)
+    assert done.returncode == 0, done.stderr[-4000:]
+    refused, chosen, shown, *found = done.stdout.splitlines()
     assert f"FP4_CPU_CAPABILITY is '{lacks}'; on this machine it must be one of: {has}" in refused
     assert chosen == shown == family
+    if cases:
+        check_cases(found[0], family)
+
+
+@pytest.mark.slow
+def test_scalar_kernels(emulated):
+    done = emulated.python(*script(), cpu="neon", FP4_CPU_CAPABILITY="scalar")
+    assert done.returncode == 0, done.stderr[-4000:]
+    check_cases(done.stdout, "scalar")
+
+
+def script() -> list[str]:
+    """Returns test_cpu_dispatch.py and its arguments: a seed, one in how many cases, and the activations.
+    What is neither float32 nor int8 becomes float32 before the kernels."""
+    seed = str(torch.randint(0, 2**31, ()).item())
+    return [str(Path(__file__).with_name("test_cpu_dispatch.py")), seed, DRAW, "f32", "int8"]
+
+
+def check_cases(output: str, family: str) -> None:
+    found = json.loads(output)
+    assert found.pop("capability") == family
+    wrong = {case: outcome for case, outcome in found.items() if not (isinstance(outcome, int) and outcome)}
+    assert found and not wrong, "\n".join(f"{case}:\n{outcome}" for case, outcome in wrong.items())
 
 
 # --- the instructions ---
