@@ -9,10 +9,12 @@ on the CPU.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,13 +62,22 @@ def kernels(name: str = "sm90") -> Path:
     folders = *(ROOT / "csrc" / folder for folder in FOLDERS[name]), EMULATOR
     files = [*(file for folder in folders for file in folder.iterdir()), ROOT / "build/fitted.h"]
     newest = max(file.stat().st_mtime for file in files)
-    if target.exists() and target.stat().st_mtime > newest:
-        return target
-    target.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: compile_one(name, source), copy_sources(name, Path(made))))
-        put(link(objects, Path(made, "all.so")), target)
+    with alone(target):
+        if target.exists() and target.stat().st_mtime > newest:
+            return target
+        with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda source: compile_one(name, source), copy_sources(name, Path(made))))
+            put(link(objects, Path(made, "all.so")), target)
     return target
+
+
+@contextlib.contextmanager
+def alone(target: Path) -> Iterator[None]:
+    """Lets one process make a file at a time. Another worker of the same run would compile it, too."""
+    target.parent.mkdir(exist_ok=True)
+    with open(target.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def copy_sources(name: str, to: Path) -> list[Path]:
@@ -114,8 +125,6 @@ def runtime() -> Path:
     sources = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
     shared = [file for room in ("cuda", "common", "device") for file in ROOT.glob(f"csrc/{room}/*.h")]
     newest = max(file.stat().st_mtime for file in [*sources, *shared, *(ROOT / "build").glob("*.h")])
-    if target.exists() and target.stat().st_mtime > newest:
-        return target
     torch_folder = Path(torch.__file__).parent
     include = torch_folder / "include"
     flags = [
@@ -125,17 +134,20 @@ def runtime() -> Path:
         "-DFP4_EMULATED",
     ]
     compiler = os.environ.get("CXX", "g++")
-    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+    libraries = [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
 
-        def compile_one(source: Path) -> str:
-            to = f"{made}/{source.stem}.o"
-            subprocess.run([compiler, *flags, "-c", str(source), "-o", to], check=True)
-            return to
+    def compile_to(folder: str, source: Path) -> str:
+        to = f"{folder}/{source.stem}.o"
+        subprocess.run([compiler, *flags, "-c", str(source), "-o", to], check=True)
+        return to
 
-        objects = list(pool.map(compile_one, sources))
-        libraries = [f"-L{torch_folder / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
-        subprocess.run([compiler, "-shared", *objects, *libraries, "-o", f"{made}/all.so"], check=True)
-        put(Path(made, "all.so"), target)
+    with alone(target):
+        if target.exists() and target.stat().st_mtime > newest:
+            return target
+        with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda source: compile_to(made, source), sources))
+            subprocess.run([compiler, "-shared", *objects, *libraries, "-o", f"{made}/all.so"], check=True)
+            put(Path(made, "all.so"), target)
     return target
 
 

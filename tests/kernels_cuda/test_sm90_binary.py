@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 from development import development
 from places import ROOT
@@ -44,7 +45,10 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def functions(tmp_path_factory) -> dict[str, str]:
     """Kernel -> its SASS."""
-    folder = tmp_path_factory.mktemp("sm90")
+    return processes.once(tmp_path_factory, "sm90_sass", disassembled)
+
+
+def disassembled(folder: Path) -> dict[str, str]:
     subprocess.run(
         [tool("cuobjdump"), "-xelf", "all", str(BINARY)], cwd=folder, check=True, capture_output=True
     )

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import processes
 import pytest
 import reference
 import torch
@@ -25,14 +26,18 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 pytestmark = pytest.mark.skipif(NVCC is None, reason="needs nvcc, for its headers")
 
 
+def compiled(folder: Path) -> str:
+    target = str(folder / "sm90_host.so")
+    folders = [f"-I{ROOT / 'csrc' / name}" for name in ("device", "sm90")]
+    flags = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-shared", "-Xcompiler=-fPIC"]
+    subprocess.run([NVCC, *flags, *folders, str(HERE / "sm90_host.cu"), "-o", target], check=True)
+    return target
+
+
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
     """Calls a function of sm90_host.cu with tensors as pointers and Python ints as int."""
-    target = tmp_path_factory.mktemp("host") / "sm90_host.so"
-    folders = [f"-I{ROOT / 'csrc' / name}" for name in ("device", "sm90")]
-    flags = ["-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-shared", "-Xcompiler=-fPIC"]
-    subprocess.run([NVCC, *flags, *folders, str(HERE / "sm90_host.cu"), "-o", str(target)], check=True)
-    library = ctypes.CDLL(str(target))
+    library = ctypes.CDLL(processes.once(tmp_path_factory, "sm90_host", compiled))
 
     def call(name: str, *args):
         getattr(library, name)(
