@@ -52,7 +52,7 @@ test-real: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --draw $(DRAW) -m real tests/real
 
 test-tools: $(VENV)/tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup -m tools tests/tools
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadgroup --draw $(DRAW) -m tools tests/tools
 
 test-vllm: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs --draw $(DRAW) -m vllm tests/serving/test_vllm.py
@@ -61,8 +61,9 @@ test-kernels: $(VENV)/tests
 	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py tests/kernels_cuda/test_sm120_binary.py tests/kernels_cuda/test_sm100_binary.py
 	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q --draw $(if $(ARCHS),1,5) tests/kernels_cuda/test_sm100.py
 
+test-hopper: DRAW := 48
 test-hopper: $(VENV)/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw 48 tests/kernels_cuda/test_sm90_gpu.py tests/kernels_cuda/test_sm90_*_gpu.py tests/kernels_cuda/test_sm80_gpu.py tests/kernels_cuda/test_sm80_prefill_gpu.py tests/kernels_cuda/test_sm120_gpu.py tests/kernels_cuda/test_fp4_rows_gpu.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal --emulate --draw $(DRAW) tests/kernels_cuda/test_sm90_gpu.py tests/kernels_cuda/test_sm90_*_gpu.py tests/kernels_cuda/test_sm80_gpu.py tests/kernels_cuda/test_sm80_prefill_gpu.py tests/kernels_cuda/test_sm120_gpu.py tests/kernels_cuda/test_fp4_rows_gpu.py
 
 # Pytest starts in another folder, whose fp4_ops is the sanitised one. Status 75: this machine lacks what it needs.
 test-sanitized: TESTS = $(wildcard tests/operators/test_ops_*.py) tests/kernels_cpu/test_cpu_dispatch.py tests/kernels_cpu/test_parallel.py tests/kernels_cuda/test_sm90_layout.py tests/compile_passes/dynamo/test_row_numbers.py

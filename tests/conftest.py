@@ -90,6 +90,11 @@ def large(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.hardware)
 
 
+def drawn_as(item) -> str:
+    """Returns the name that decides whether --draw takes a test."""
+    return str(item.path.name if item.get_closest_marker("drawn_together") else item.nodeid)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items) -> None:
     if emulates(config):
@@ -104,7 +109,7 @@ def pytest_collection_modifyitems(config, items) -> None:
             if total % crossed.args[0]:  # not random: `make test` and `make test-more` together run all
                 item.add_marker("more")
     n = config.getoption("--draw")
-    numbers = {item: zlib.crc32(f"{SEED} {item.nodeid}".encode()) for item in items}
+    numbers = {item: zlib.crc32(f"{SEED} {drawn_as(item)}".encode()) for item in items}
     # At least one: pytest fails where no test is run.
     items[:] = [i for i in items if numbers[i] % n == 0] or sorted(items, key=numbers.__getitem__)[:1]
     if getattr(config.option, "loadgroup", False):

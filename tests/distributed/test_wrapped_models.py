@@ -56,12 +56,14 @@ def check(outcomes, seconds: range) -> None:
 
 
 @pytest.mark.more
+@pytest.mark.drawn_together
 def test_what_a_process_holds_stays_its_own(two):
     """DDP and FSDP leave it alone, or an error says that it was overwritten. All of it was silently wrong."""
     check(two, range(1, 2))
 
 
 @pytest.mark.more
+@pytest.mark.drawn_together
 def test_a_distributed_checkpoint_of_spread_experts_is_refused(two):
     """torch keeps one of tensors that have one name: of either rank."""
     told = "".join(str(outcome["distributed_checkpoint_of_spread_experts"]) for outcome in two)
@@ -82,11 +84,13 @@ def check_shards(outcomes) -> None:
 
 
 @pytest.mark.more
+@pytest.mark.drawn_together
 def test_fsdp_shards_packed_parameters(two):
     check_shards(two)
 
 
 @pytest.mark.more
+@pytest.mark.drawn_together
 def test_what_packed_parameters_refuse(two):
     for name, words in REFUSED.items():
         assert words in two[0][name]

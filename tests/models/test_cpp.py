@@ -21,6 +21,7 @@ from fp4_ops.runtime.libraries import libraries
 PAGE = (ROOT / "docs/deployment.md").read_text().partition("\n## Without Python\n")[2].partition("\n## ")[0]
 COMMANDS = re.findall(r"^```sh\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
 TOKENS = (2, 3, 17, 130)
+pytestmark = pytest.mark.drawn_together
 
 
 @pytest.fixture(scope="module", params=DEVICES)

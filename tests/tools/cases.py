@@ -122,30 +122,33 @@ class CannotWrite(Exception):
 
 
 @functools.cache
-def _written(maker: str, seed: int) -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[str, Any]]]:
+def _written(
+    maker: str, seed: int, chosen: tuple[Case, ...]
+) -> tuple[tempfile.TemporaryDirectory[str], dict[str, dict[str, Any]]]:
     """Returns the folders of one tool, all written by one process, and its outcome for each."""
     tool = load(maker)
     packages = installs.installed(f"tool_{maker}", tool.requirements)
     where = tempfile.TemporaryDirectory(prefix=f"fp4_tools_{maker}_")
     out = Path(where.name)
-    (out / "cases.json").write_text(json.dumps([[c.scheme, c.family] for c in cases(maker, seed)]))
+    (out / "cases.json").write_text(json.dumps([[c.scheme, c.family] for c in chosen]))
     command = [sys.executable, "-m", "writer", maker, str(out)]
     env = {**installs.environment(packages, HERE, HELPERS), "FP4_TEST_SEED": str(seed)}
     done = subprocess.run(command, env=env, cwd=out, capture_output=True, text=True)
     results = out / "results.jsonl"
     lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     found = {str(Case(maker, r["scheme"], r["family"])): r for r in lines}
-    if len(found) != len(cases(maker, seed)):
-        raise RuntimeError(f"{maker}: {len(found)} folders were written\n{done.stderr[-3000:]}")
+    if len(found) != len(chosen):
+        raise RuntimeError(f"{maker}: {len(found)} of {len(chosen)} were written\n{done.stderr[-3000:]}")
     return where, found
 
 
-def written(case: Case, seed: int) -> tuple[Path, float]:
-    """Returns the folder that contains `original` and `folder`, and the seconds that the tool took.
+def written(case: Case, seed: int, chosen: tuple[Case, ...] = ()) -> tuple[Path, float]:
+    """Returns the folder that contains `original` and `folder`, and the seconds that the tool took. The first
+    call writes all cases of the tool, or those chosen.
 
     Raises installs.CannotInstall, and CannotWrite.
     """
-    where, found = _written(case.maker, seed)
+    where, found = _written(case.maker, seed, chosen or tuple(cases(case.maker, seed)))
     result = found[str(case)]
     if "raised" in result:
         raise CannotWrite(result["raised"])

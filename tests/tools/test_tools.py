@@ -32,9 +32,11 @@ pytestmark = pytest.mark.tools
 IDS = torch.randint(0, 128, (1, 5), generator=torch.Generator().manual_seed(1))
 
 
-def read(case: Case) -> str:
-    """Returns the outcome for a folder: "exact", "folded", "refused", or "refused, or quantised anew"."""
-    where, _ = cases.written(case, SEED)
+def read(case: Case, chosen: tuple[Case, ...] = ()) -> str:
+    """Returns the outcome for a folder: "exact", "folded", "refused", or "refused, or quantised anew".
+
+    chosen: the cases that are read, if not all."""
+    where, _ = cases.written(case, SEED, chosen)
     scheme = cases.load(case.maker).schemes[case.scheme]
     folder, options = where / "folder", {}
     original = _original(where / "original")
@@ -69,8 +71,10 @@ def _original(path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tools(case: Case) -> None:
+def test_tools(case: Case, request: pytest.FixtureRequest) -> None:
+    items = [item for item in request.session.items if item.function is test_tools]
+    given = [item.callspec.params["case"] for item in items]  # by --draw, or -k
     try:
-        read(case)
+        read(case, tuple(other for other in given if other.maker == case.maker))
     except CannotInstall as why:
         pytest.skip(f"{cases.load(case.maker).name} cannot be had: {why}")
