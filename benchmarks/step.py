@@ -2,13 +2,13 @@
 bf16 model.
 
     python benchmarks/step.py [--models qwen3-30b] [--layers N] [--batches 1,8,64] [--contexts 100,1000]
-                              [--variants fp4,stock]
+                              [--room 4096] [--variants fp4,stock]
 
 The weights are random. All layers hold the same numbers, but each layer has its own memory. The static cache
-has room for `context` tokens and is filled with prompts. A step takes one token of each sequence and computes
-the next one (argmax). It is one CUDA graph. Its time is the median of 40 replays, which fill the cache. Each
-case has its own process. The cases compile at the same time, and are timed one after another. gpt-oss-120b
-needs 66 GB for each case.
+is filled with prompts until it holds `context` tokens. It has room for `room` tokens, by default for
+`context`. A step takes one token of each sequence and computes the next one (argmax). It is one CUDA graph.
+Its time is the median of 40 replays, which fill the cache. Each case has its own process. The cases compile
+at the same time, and are timed one after another. gpt-oss-120b needs 66 GB for each case.
 
 First, the logits of a compiled step are compared with those of the same model without compilation. Rounding
 can change the choice of experts, so the difference in a model of many layers with random weights is larger
@@ -90,6 +90,7 @@ class Case:
     layers: int
     batch: int
     context: int
+    room: int | None
 
 
 def new_model(case: Case) -> PreTrainedModel:
@@ -130,9 +131,10 @@ class Step:
         self.model = new_model(case)
         length = -(-(case.context + 1) // 8) * 8
         self.begin = length - STEPS - SKIP - PROFILED - 2
-        self.cache = StaticCache(config=self.model.config, max_cache_len=length)
+        room = max(case.room or 0, length)
+        self.cache = StaticCache(config=self.model.config, max_cache_len=room)
         self.token = self.tokens(case.batch, 1)
-        self.fill(min(case.batch, PROMPTS), length)
+        self.fill(min(case.batch, PROMPTS), length, room)
         want = self.logits(self.model).float()
         kept = [(t, t.clone()) for layer in self.cache.layers for t in (layer.keys, layer.values)]
         for t, _ in kept:
@@ -158,9 +160,9 @@ class Step:
     def tokens(self, *shape: int) -> torch.Tensor:
         return torch.randint(1, self.model.config.vocab_size, shape, device=DEVICE)
 
-    def fill(self, prompts: int, length: int) -> None:
-        """Fills the cache with a few prompts, which sequences share."""
-        few = StaticCache(config=self.model.config, max_cache_len=length)
+    def fill(self, prompts: int, length: int, room: int) -> None:
+        """Fills the cache with a few prompts of `length` tokens, which sequences share."""
+        few = StaticCache(config=self.model.config, max_cache_len=room)
         self.model(self.tokens(prompts, length), past_key_values=few, logits_to_keep=1)
         self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
         which = torch.arange(len(self.token), device=DEVICE) % prompts
@@ -260,13 +262,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, help="instead of all")
     parser.add_argument("--batches", default="1,8,64")
     parser.add_argument("--contexts", default="100,1000")
+    parser.add_argument("--room", type=int, help="of the cache, in tokens")
     parser.add_argument("--variants", default="fp4")
     parser.add_argument("--kernels", action="store_true")
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     cases = [
-        Case(model, variant, args.layers or MODELS[model].layers, int(batch), int(context))
+        Case(model, variant, args.layers or MODELS[model].layers, int(batch), int(context), args.room)
         for model in args.models.split(",")
         for variant in args.variants.split(",")
         for batch in args.batches.split(",")
