@@ -38,8 +38,8 @@ def explain(
     """Runs `model(*args, **kwargs)` once and reports what the backend would do with each of its experts.
 
     model: a module, or any function that torch.compile takes.
-    args, kwargs: inputs that it can run with; their sizes matter only for the estimated gain. options: the
-    options of the backend (docs/compiler.md).
+    args, kwargs: inputs that it can run with; their sizes matter only for the estimated gain.
+    options: the options of the backend (docs/compiler.md).
 
     The run is eager, under `torch.no_grad()`; nothing is quantised or compiled. `str(report)` is a text to
     read. `report.sites` has a `Site` for each place that looks like experts; a site that is not rewritten has

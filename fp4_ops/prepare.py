@@ -67,16 +67,16 @@ def prepare(
         transformers gave it (DTensors, by `DistributedConfig(tp_size, ep_size)`) and whose results
         transformers adds up. See docs/several_gpus.md.
     max_tokens: for experts that are spread over GPUs of one node: the largest number of tokens that a process
-    sends to a block at once over NVLink. It determines the size of the buffers. Calls with more tokens use
-        torch.distributed's collectives.
+        sends to a block at once over NVLink. It determines the size of the buffers. Calls with more tokens
+        use torch.distributed's collectives.
     batch_invariant: True makes a token's results in 4 bits independent of the rest of its batch, bit for bit.
         It is slower where the usual kernels for many tokens sum in another order
         (docs/operators.md#batch-invariance). The rest of the model computes as before. ValueError if the
         device has no such kernels.
     gpu_memory: for a model in host memory whose experts do not fit on the GPU: how much of the GPU's memory
-    to use, as bytes or text ("20GiB"). The model then moves to the current GPU, except the experts. They stay
-    in pinned host memory, and the rest of the budget becomes slots for the experts in use
-    (docs/larger_than_the_gpu.md). ValueError if the budget is too small; the model is then prepared, and
+        to use, as bytes or text ("20GiB"). The model then moves to the current GPU, except the experts. They
+        stay in pinned host memory, and the rest of the budget becomes slots for the experts in use
+        (docs/larger_than_the_gpu.md). ValueError if the budget is too small; the model is then prepared, and
         stays where it is. Without a GPU everything stays in host memory.
 
     Returns a report with one entry for each experts module. Modules that fp4::moe cannot express are left

@@ -32,10 +32,9 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
 
     model: a model from `prepare`, `load_checkpoint` or `from_pretrained`, also compiled.
     name: the name of the weight before `prepare` ("model.layers.0.mlp.experts.gate_up_proj"), the name of one
-    expert's matrix ("model.layers.0.mlp.experts.3.gate_proj.weight"), or the name in the family's
-    checkpoints, which transformers' conversion rules know. It may contain names of wrappers (`_orig_mod.`,
-    `module.`).
-        A wrapper may have weights of its own ("n_averaged" of `AveragedModel`).
+        expert's matrix ("model.layers.0.mlp.experts.3.gate_proj.weight"), or the name in the family's
+        checkpoints, which transformers' conversion rules know. It may contain names of wrappers
+        (`_orig_mod.`, `module.`). A wrapper may have weights of its own ("n_averaged" of `AveragedModel`).
     tensor: the values, on any device, with the shape that the weight has under that name. For weights in 4
         bits float32, bfloat16 or float16, and finite.
 

@@ -244,8 +244,8 @@ def _write_linear(
 ) -> Site:
     """Writes `fp4::mm`.
 
-    format: None for a weight that is in 4 bits already. quantised: rows of earlier layers, which several
-    layers may share, as query, key and value do.
+    format: None for a weight that is in 4 bits already.
+    quantised: rows of earlier layers, which several layers may share, as query, key and value do.
     """
     like = matrix.ref.node
     layout = w.layout(like, (matrix.n, matrix.k), format=format)
@@ -294,8 +294,9 @@ class EveryUse:
     """
 
     def __init__(self, writer: Writer, parts: Sequence[Experts], root: fx.Node, reader: Reader) -> None:
-        """parts: for each operand, the matrices of all experts; gate and up are one operand. root: the last
-        node of the experts."""
+        """parts: for each operand, the matrices of all experts; gate and up are one operand.
+        root: the last node of the experts.
+        """
         self.w, self.root, self.reader = writer, root, reader
         self.experts = len(parts[0])
         like = next(iter(parts[0]))[0].ref.node

@@ -135,7 +135,8 @@ class Writer:
     ) -> Packed:
         """Describe the packing of one operand's weights. Raises a refusal if they cannot be packed.
 
-        interleaved: rows of an expert's parts alternate. format: as in `layout`.
+        interleaved: rows of an expert's parts alternate.
+        format: as in `layout`.
         """
         format = format or self.options.format
         one = as_it_is(experts, interleaved, site)

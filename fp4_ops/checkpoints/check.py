@@ -24,7 +24,7 @@ def check_loadable(
     """Raises CheckpointError unless `load_checkpoint` finds a place for every 4-bit weight of `outputs`.
 
     folder: the source. The result gets its config. If transformers cannot build a model from it, nothing is
-    checked, and a warning says so.
+        checked, and a warning says so.
     runs: whether the model of the config will run, so that it needs all of its weights.
     """
     try:

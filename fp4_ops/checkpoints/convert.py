@@ -119,9 +119,9 @@ def quantize_checkpoint(
 
     source: a folder of safetensors files in bfloat16, float16 or float32, and its config.json.
     out: a folder that does not exist, is empty, or holds what an earlier run of the same command left.
-    format: the format of the experts. attention, dense, head: formats for linear layers outside the experts,
-    or "keep", as
-        in `fp4_ops.prepare`. These layers are rounded, whatever the method is.
+    format: the format of the experts.
+    attention, dense, head: formats for linear layers outside the experts, or "keep", as in `fp4_ops.prepare`.
+        These layers are rounded, whatever the method is.
     method: one of fp4_ops.quantization.METHODS. The gate and up matrices of an expert are quantised as one,
         so that they have one global scale.
     calibration: tokens, int64 [windows, length], for the methods that need them. They run through the

@@ -100,7 +100,7 @@ class DenseModel:
     """A folder's model, with the weights of its experts modules left in the files.
 
     names: the tensors that hold experts' weights. `targets` has the place of each. Tensors with no place in
-    `experts` do not belong to the model (layers that predict further tokens, for example).
+        `experts` do not belong to the model (layers that predict further tokens, for example).
 
     Raises CheckpointError for weights that are missing or have another shape than the model's.
     """

@@ -113,8 +113,10 @@ def share_scale(
     e4m3's range. The candidate that changes the two matrices least is chosen. In this comparison, blocks are
     weighted by their values, so a block that is nearly zero has almost no influence, and may become zero.
 
+    names: names of the two, for errors and reports.
+
     Raises CheckpointError if this changes gate or up by more than LIMIT in norm, or one weight by more than
-    LIMIT of the largest. names: names of the two, for errors and reports.
+    LIMIT of the largest.
     """
     a, b = gate.global_scale, up.global_scale
     if a is None or b is None or a == b:

@@ -272,8 +272,9 @@ def fill(
     batch_invariant: bool = False,
     progress: bool = True,
 ) -> LoadReport:
-    """Loads the stored weights into the places that `detach_places` emptied. device_of: returns the device of
-    a module by its name.
+    """Loads the stored weights into the places that `detach_places` emptied.
+
+    device_of: returns the device of a module by its name.
     """
     stored = [*_stored(placement)]
     formats = dict.fromkeys(requantize or w.dialect.format for w in stored if not w.dialect.is_dense)

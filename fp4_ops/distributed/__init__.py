@@ -23,8 +23,12 @@ def connect(
     """Lets `fp4::moe_ep` and `fp4::all_reduce` over `group` write into the other GPUs' memory.
 
     `prepare` and `load_checkpoint` call it themselves. All processes of the group must call it before a CUDA
-    graph is captured. hidden_size, dtype: the size and dtype of a token. max_tokens: the largest number of
-    tokens of a process in one call. A larger call uses torch.distributed's collectives.
+    graph is captured.
+
+    hidden_size, dtype: the size and dtype of a token.
+    max_tokens: the largest number of tokens of a process in one call. A larger call uses torch.distributed's
+        collectives.
+    device: this process's GPU.
 
     Returns "", or the reason why these processes cannot do this. In that case all calls use the collectives.
     """

@@ -37,10 +37,11 @@ def moe_ep(
     the ranks.
 
     num_experts: E, the number of experts on all ranks. w13 and w2 hold only the experts of this rank
-    (`own_experts`). topk_ids: numbers among all experts, in [0, E). tokens: "same" if all ranks have the same
-    x, ids and weights; "own" if each has its own, T >= 0. max_tokens: the largest number of tokens of a rank.
-    It must be the same on all ranks. None: the ranks exchange
-        their numbers of tokens first.
+        (`own_experts`).
+    topk_ids: numbers among all experts, in [0, E).
+    tokens: "same" if all ranks have the same x, ids and weights; "own" if each has its own, T >= 0.
+    max_tokens: the largest number of tokens of a rank. It must be the same on all ranks. None: the ranks
+        exchange their numbers of tokens first.
     """
     experts = group_checks.check_moe_ep(
         x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,

@@ -40,8 +40,8 @@ def find_experts(
     """Returns three things: a model's experts modules by name, in order; the plan for each; and the reasons
     why some are left alone.
 
-    lists: the lists whose experts are modules of their own. unlike: the reasons why other lists are left
-    alone.
+    lists: the lists whose experts are modules of their own.
+    unlike: the reasons why other lists are left alone.
 
     Raises ValueError if there is nothing to do.
     """

@@ -27,8 +27,9 @@ class ArrivingExperts:
     of their own, those that several processes share, and those that transformers ties by name. `pack_experts`
     packs these when all weights have arrived.
 
-    shared: parameters that transformers ties. same: maps the name of an experts module to the first one with
-    the same weights. Such weights are packed once, when the first of their names arrives.
+    shared: parameters that transformers ties.
+    same: maps the name of an experts module to the first one with the same weights. Such weights are packed
+        once, when the first of their names arrives.
     """
 
     def __init__(

@@ -87,9 +87,10 @@ class ExpertSlots(nn.Module):
 def place_experts(model: nn.Module, gpu_memory: int | str, device: torch.device | None = None) -> MemoryPlan:
     """Moves a model with 4-bit experts to a GPU, within a budget of GPU memory. Returns the plan.
 
-    device: None means the current GPU, or the CPU if there is no GPU. If all experts fit, the whole model
-    goes to the GPU. Raises ValueError if the budget is too small, before anything is moved, and RuntimeError
-    if the host cannot pin the experts.
+    device: None means the current GPU, or the CPU if there is no GPU.
+
+    If all experts fit, the whole model goes to the GPU. Raises ValueError if the budget is too small, before
+    anything is moved, and RuntimeError if the host cannot pin the experts.
     """
     if device is None:
         device = default_device()

@@ -94,7 +94,8 @@ class LayerExperts:
 class Activations:
     """Bytes of a prompt's activations in the layer with the largest activations, without weights and cache.
 
-    token_bytes: for each token. row_bytes: for each of its top_k rows while these are multiplied.
+    token_bytes: for each token.
+    row_bytes: for each of its top_k rows while these are multiplied.
     """
 
     token_bytes: int
@@ -102,7 +103,10 @@ class Activations:
     top_k: int
 
     def tokens(self, room: int, most_rows: int | None) -> int:
-        """Returns how many tokens fit into `room`. most_rows: rows that are multiplied at once; None: all."""
+        """Returns how many tokens fit into `room`.
+
+        most_rows: rows that are multiplied at once; None: all.
+        """
         room = max(0, room - WORKSPACE)
         count = room // (self.token_bytes + self.top_k * self.row_bytes)
         if most_rows is not None and count * self.top_k > most_rows:

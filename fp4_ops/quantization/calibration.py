@@ -79,7 +79,7 @@ def calibrate(
     tokens: int64 [windows, length], on the model's device.
     batch: windows run at a time.
     max_bytes: memory for moments. The full moments of a large model need more (2.5 GB for each layer of
-    Qwen3-30B-A3B). The model then runs again for every few layers, when their moments are asked for.
+        Qwen3-30B-A3B). The model then runs again for every few layers, when their moments are asked for.
 
     A token is weighted by its squared routing weight, because the error in the layer's output has this
     weight.

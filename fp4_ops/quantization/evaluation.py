@@ -109,9 +109,9 @@ def evaluate(
     tokens: int64 [windows, length], on the model's device. A window has at least 2 tokens, because all but
         its first are predicted.
     calibration: without it, methods that need it are left out.
-    on_row: a function that is called with each row when it is ready. stored: codes by module, if the model's
-    weights come from a 4-bit checkpoint. They have rows with method "stored", before the rows of methods that
-    quantise the values again.
+    on_row: a function that is called with each row when it is ready.
+    stored: codes by module, if the model's weights come from a 4-bit checkpoint. They have rows with method
+        "stored", before the rows of methods that quantise the values again.
 
     Raises ValueError, after the first row, if the model has no experts that `prepare` takes. The model does
     not change. Extra memory: the packed weights, and up to 4 GiB of logits.

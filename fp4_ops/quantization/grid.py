@@ -164,7 +164,7 @@ def dequantize_weight(
     """Returns the float32 weight [..., N, K] that plain-layout codes represent.
 
     significant_bits: code x block scale is first rounded to this many bits, like in kernels that convert
-    weights to another number format (4 for e4m3, whose range is not modelled here).
+        weights to another number format (4 for e4m3, whose range is not modelled here).
     """
     values = decode(packed, fmt)
     k = values.shape[-1]

@@ -21,6 +21,7 @@ def read_windows(
     """Returns the text's first tokens, int64 [at most count, length], on the CPU.
 
     model: a folder or name whose tokenizer is used. A model of 256 tokens reads the file's bytes.
+
     Raises ValueError if there is no tokenizer or it belongs to another model, if the file cannot be read, is
     not UTF-8, or is shorter than one window.
     """

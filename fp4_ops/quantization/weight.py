@@ -49,9 +49,10 @@ def quantize_weight(
     bits as `fp4::quantize`. global_scale is float32 for nvfp4 and None for the others.
 
     w: float32, bfloat16 or float16, finite, K even.
-    method: a name of `METHODS`, which describes each method. calibration: moments of the weight's inputs x (y
-    = w x). "weighted" needs the mean of x_k^2, float32 [..., K]; "gptq" needs the mean of x x^T, float32
-    [..., K, K]. "weighted" also takes the latter, and uses its diagonal. `calibrate` measures both.
+    method: a name of `METHODS`, which describes each method.
+    calibration: moments of the weight's inputs x (y = w x). "weighted" needs the mean of x_k^2, float32
+        [..., K]; "gptq" needs the mean of x x^T, float32 [..., K, K]. "weighted" also takes the latter, and
+        uses its diagonal. `calibrate` measures both.
 
     A few matrices are quantised at a time, so the largest one bounds the extra memory. Raises ValueError,
     naming the argument that does not fit.

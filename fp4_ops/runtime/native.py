@@ -214,9 +214,11 @@ def takes_few(
 ) -> bool:  # fmt: skip
     """True if decode or gemv run an expert block on a Hopper GPU with `sms` SMs, False if prefill runs it.
 
-    rows: number of (token, expert) pairs. block: number of k that share a scale. up, down: N and K of the
-    products. prefill_alone: the layout is sm90_int4 or batch invariant. expected: number of pairs whose
-    expert is here (0: all).
+    rows: number of (token, expert) pairs.
+    block: number of k that share a scale.
+    up, down: N and K of the products.
+    prefill_alone: the layout is sm90_int4 or batch invariant.
+    expected: number of pairs whose expert is here (0: all).
     """
     size = groups, rows, *up, *down, block, a_format.encode(), prefill_alone, sms
     return bool(loaded().fp4_cuda_takes_few(*size, expected))

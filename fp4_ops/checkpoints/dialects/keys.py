@@ -33,8 +33,9 @@ class Keys:
     refused: Mapping[str, Reason] = field(default_factory=dict)
 
     def check(self, config: Any, where: str, of: str = "") -> None:
-        """Raises CheckpointError for a key that is refused or unknown. of: which of several configs this is,
-        for the message.
+        """Raises CheckpointError for a key that is refused or unknown.
+
+        of: which of several configs this is, for the message.
         """
         for key, value in (config if isinstance(config, dict) else {}).items():
             reason = self.refused[key](value) if key in self.refused else ""

@@ -51,7 +51,8 @@ def describe(groups: Sequence[tuple[Dialect, list[str]]], ignore: list[str]) -> 
     """Return the `quantization_config` of a folder in the dialects that are written.
 
     groups: the dialects, each with its targets. A target is the name of a linear layer, or "re:" and a
-    regular expression. ignore: the linear layers that are not in 4 bits.
+        regular expression.
+    ignore: the linear layers that are not in 4 bits.
     """
     if any(dialect.stacked for dialect, _ in groups):
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}

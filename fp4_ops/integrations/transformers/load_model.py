@@ -53,14 +53,15 @@ def load_checkpoint(
         divides. Weights in nvfp4 or mxfp4 are never converted to another format. GGUF files need it for
         experts in types other than MXFP4, NVFP4 and Q4_0. It then applies to all experts that are not in that
         format.
-    trainable_inputs: as in `fp4_ops.prepare`, for adapters on frozen experts. batch_invariant: as in
-    `fp4_ops.prepare`. gpu_memory: as in `fp4_ops.prepare`, for models whose experts exceed the GPU. Weights
-    are read into host memory. `device` then names the GPU; with "cpu" it is the current GPU, if there is one.
+    trainable_inputs: as in `fp4_ops.prepare`, for adapters on frozen experts.
     trust_remote_code: True runs the folder's own code if transformers does not have the family. transformers
-    has Kimi K2, for example. distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`. This
-    process then reads its own experts, or its part of each expert. ep_group: as in `fp4_ops.prepare`; only
-    the experts are divided.
-        See docs/several_gpus.md.
+        has Kimi K2, for example.
+    distributed_config: transformers' `DistributedConfig(tp_size, ep_size)`. This process then reads its own
+        experts, or its part of each expert. See docs/several_gpus.md.
+    ep_group: as in `fp4_ops.prepare`; only the experts are divided.
+    batch_invariant: as in `fp4_ops.prepare`.
+    gpu_memory: as in `fp4_ops.prepare`, for models whose experts exceed the GPU. Weights are read into host
+        memory. `device` then names the GPU; with "cpu" it is the current GPU, if there is one.
 
     Every file is checked first. A truncated file, a missing scale, a wrong shape or an unknown dialect raises
     a CheckpointError that names file and tensor, and nothing is loaded. Weights are read one expert at a

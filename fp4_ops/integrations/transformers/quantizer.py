@@ -71,7 +71,8 @@ class FP4Config(QuantizationConfigMixin):
     activation, attention, dense, head, batch_invariant: as in `fp4_ops.prepare`.
     stored: the quantization_config of a folder that is in 4 bits already.
     device: the device of a folder in 4 bits; None leaves it to transformers' device_map.
-    requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`; ep_group: the group's name.
+    requantize, trainable_inputs: as in `fp4_ops.load_checkpoint`.
+    ep_group: the name of the group of `fp4_ops.load_checkpoint`.
     gguf: the GGUF file that `stored` describes.
     """
 

@@ -155,8 +155,8 @@ class Gathered:
     ) -> Entry | None:  # fmt: skip
         """Keeps a tensor. Returns the entry of the weight that is whole now.
 
-        device: the device that keeps and decodes the tensor; by default the tensor's own. into: memory to
-        copy it to.
+        device: the device that keeps and decodes the tensor; by default the tensor's own.
+        into: memory to copy it to.
         """
         entry = self.entries[key]
         if suffix not in entry.needed:
