@@ -183,6 +183,20 @@ def median_us(call: Callable[[], None], rounds: int = 15) -> float:
     return statistics.median(taken)
 
 
+def bench() -> Iterator[str]:
+    """Yields a table of the products with FP4 weights on this GPU, in Markdown."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    if device is None or not any(backend.name == "triton" for backend in available("cuda", device)):
+        yield "\n--bench times kernels on a GPU, and needs Triton. There is nothing to time here."
+        return
+    from .backends.triton.scaled import times as fp4_rows
+
+    here = info()
+    yield f"\n{here.gpus[device]}; fp4_ops {here.fp4_ops}, torch {here.torch}, triton {here.triton}"
+    with torch.no_grad():
+        yield from fp4_rows.table()
+
+
 # --- the run ---
 
 
@@ -232,6 +246,9 @@ def main(args: argparse.Namespace) -> None:
         f"seed {args.seed}, {time.perf_counter() - begin:.0f} s; torch {here.torch}, Python {here.python}, "
         f"triton {here.triton}; {platform.machine()}, {gpus}; kernels: {kernels}"
     )
+    if args.bench:
+        for line in bench():
+            print(line)
     if failed:
         sys.exit(1)
 
@@ -241,4 +258,9 @@ def add_commands(commands: Any) -> None:
         "selftest", help="compare every operator on this machine with float64, and time a few"
     )
     command.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
+    command.add_argument(
+        "--bench",
+        action="store_true",
+        help="also print a table of times of this GPU's kernels, to paste into an issue",
+    )
     command.set_defaults(run=main)

@@ -101,10 +101,7 @@ class OnGpu:
             )  # fmt: skip
 
         with native.only(kernel), torch.no_grad():
-            rough = _replay_us(_captured(launch, ROUTINGS)) / ROUTINGS
-            count = max(ROUTINGS, round(LAUNCH_US / rough / ROUTINGS) * ROUTINGS)
-            graph = _captured(launch, count)
-            return statistics.median(_replay_us(graph) for _ in range(5)) / count
+            return median_us(launch)
 
     def _weights(self, p: Product) -> tuple[torch.Tensor, ...]:
         """Returns random codes and scales. Keeps them if the next product has the same sizes."""
@@ -119,7 +116,15 @@ class OnGpu:
         return self._weight[1]
 
 
-def _captured(launch: Callable[[int], None], count: int) -> torch.cuda.CUDAGraph:
+def median_us(launch: Callable[[int], object]) -> float:
+    """Measures a launch in microseconds, by replaying a CUDA graph of many. `launch` gets their number."""
+    rough = _replay_us(_captured(launch, ROUTINGS)) / ROUTINGS
+    count = max(ROUTINGS, round(LAUNCH_US / rough / ROUTINGS) * ROUTINGS)
+    graph = _captured(launch, count)
+    return statistics.median(_replay_us(graph) for _ in range(5)) / count
+
+
+def _captured(launch: Callable[[int], object], count: int) -> torch.cuda.CUDAGraph:
     for i in range(ROUTINGS):
         launch(i)
     torch.cuda.synchronize()

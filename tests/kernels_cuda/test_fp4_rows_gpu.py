@@ -93,6 +93,7 @@ def launches(family, monkeypatch):
     monkeypatch.setattr(native, "launcher", lambda _: family.launcher)
     monkeypatch.setattr(family.launcher, "call", call)
     monkeypatch.setattr(launched_rows, "call", call)
+    monkeypatch.setattr(scaled, "library", lambda _: kernels)
     return seen, changes
 
 
@@ -154,7 +155,11 @@ def operators(family, format, launches, monkeypatch):
     from fp4_ops.backends.triton.scaled import support
 
     monkeypatch.setattr(
-        native, "takes", lambda w, a_format: scaled.takes(w.n, w.k) and a_format == w.fmt.name
+        native,
+        "takes",
+        lambda w, a_format: (
+            scaled.takes(w.n, w.k) and a_format == w.fmt.name and a_format in family.launcher.KINDS
+        ),
     )
     monkeypatch.setattr(support, "takes", lambda *_: False)  # as with an older Triton on 12.1
     capability = divmod(family.capability, 10)
@@ -225,3 +230,31 @@ def test_experts(family, format, operators, launches, monkeypatch):
     assert len(launches[0]) == 2
     # Sums in another order round a few hidden values to another code.
     assert (got - want).norm() <= 2e-2 * want.norm()
+
+
+@pytest.mark.skipif(not EMULATED, reason="tensors of the CPU")
+@every_case
+def test_every_candidate_is_timed(family, format, operators, launches, monkeypatch):
+    """`python -m fp4_ops selftest --bench`, with a clock that stands still."""
+    from fp4_ops.backends.triton.scaled import times
+
+    def quantize_rows(x, fmt):
+        packed, scale, factor = torch.ops.fp4.quantize(x[:, None].float(), fmt.name)
+        return packed[:, 0], scale[:, 0].view(torch.uint8), factor if fmt.has_global_scale else None
+
+    launched = []
+    shapes = [times.Shape(name, 1 if name == "mm" else 3, 40, 192, (1, 9)) for name in times.PREPARE]
+    monkeypatch.setattr(times, "SHAPES", shapes)
+    monkeypatch.setattr(times, "COPIED", 1 << 20)
+    monkeypatch.setattr(times, "preferred_layout", lambda *_, **__: "plain")
+    monkeypatch.setattr(times.ops, "quantize_rows", quantize_rows)
+    lines = list(times.table(lambda launch: (launch(len(launched)), launched.append(launch), 2.0)[-1]))
+    candidates, kinds = family.launcher.CANDIDATES, len(family.launcher.KINDS)
+    assert "reads and writes 1049 GB/s" in lines[0]
+    assert len(launches[0]) == 3 * 2 * kinds * (1 + candidates)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:]]
+    assert len(rows) == len(launched) - 1 and {len(row) for row in rows} == {9}
+    assert {row[4] for row in rows} == {"nvfp4", "mxfp4"}
+    by_cuda = {row[5] for row in rows if f"{format} rows, CUDA" in row[5]}
+    assert len(by_cuda) == 1 + candidates and any("rows 128, tokens 128" in name for name in by_cuda)
+    assert {given.config for given in launches[0]} == set(range(-1, candidates))

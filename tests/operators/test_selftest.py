@@ -17,7 +17,7 @@ from fp4_ops.meta.fakes import OPERATORS
 from fp4_ops.meta.formats import A_FORMATS, ACTIVATIONS, FORMATS
 from fp4_ops.runtime import oracle
 
-ARGUMENTS = argparse.Namespace(seed=SEED)
+ARGUMENTS = argparse.Namespace(seed=SEED, bench=False)
 ROWS = {"offs_to_m_indices", "m_indices_to_offs", "to_masked", "from_masked"}
 
 
@@ -133,3 +133,19 @@ def test_weights_that_hopper_always_rounds():
     assert [oracle.folds(layout, "fp8") for layout in ("sm90", "sm90_invariant", "sm90_int4", "plain")] == [
         False, True, True, False,
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for a machine without a GPU")
+def test_without_a_gpu_there_is_nothing_to_time():
+    """tests/kernels_cuda/test_fp4_rows_gpu.py has the table."""
+    (line,) = selftest.bench()
+    assert "--bench times kernels on a GPU" in line
+
+
+def test_a_failed_check_does_not_hide_the_times(monkeypatch, capsys):
+    a_few(monkeypatch)
+    monkeypatch.setattr(selftest, "run", lambda device: selftest.Result(device, 1, ["mm"]))
+    monkeypatch.setattr(selftest, "bench", lambda: iter(["a table"]))
+    with pytest.raises(SystemExit):
+        selftest.main(argparse.Namespace(seed=SEED, bench=True))
+    assert "1 failed" in (said := capsys.readouterr().out) and said.endswith("a table\n")

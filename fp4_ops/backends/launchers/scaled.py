@@ -88,6 +88,12 @@ def has_kernels(device_index: int, major: int, function: str) -> bool:
     return hasattr(library(native.MMA), function)
 
 
+def candidate_name(function: str, config: int) -> str:
+    named = getattr(library(native.MMA), function)
+    named.restype = ctypes.c_char_p
+    return bytes(named(config)).decode()
+
+
 @functools.cache
 def built(device_index: int) -> bool:
     """True if the GPU has compute capability 12.x and `_sm80.so` has code with the kernels for it."""
@@ -144,3 +150,8 @@ def multiply(
     """
     given, _kept = arguments(x, w, out, m, route, a_div, config)
     call("fp4_kernel_scaled", ctypes.byref(given))
+
+
+def name_of(config: int) -> str:
+    """Returns the name of a candidate."""
+    return candidate_name("fp4_kernel_scaled_config_name", config)

@@ -16,7 +16,7 @@ from torch.nn.functional import pad
 
 from ...runtime import first_use
 from .library import DTYPE_CODES, address, call, stream
-from .scaled import Route, Rows, Weights, aligned, has_kernels, with_scales_of
+from .scaled import Route, Rows, Weights, aligned, candidate_name, has_kernels, with_scales_of
 
 MAJOR = 10
 """Major compute capability of the GPUs whose tensor cores have the instruction."""
@@ -160,3 +160,8 @@ def multiply(
     call("fp4_kernel_products", ctypes.byref(given))
     if order is not None:
         out.index_copy_(0, order, rows)
+
+
+def name_of(config: int) -> str:
+    """Returns the name of a candidate."""
+    return candidate_name("fp4_kernel_products_config_name", config)

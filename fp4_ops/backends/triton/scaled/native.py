@@ -157,7 +157,9 @@ def in_order(
     return a, route, 1, order
 
 
-def multiply(a: scaled.Rows, w: WeightArgs, out: Tensor, m: int, route: scaled.Route, a_div: int = 1) -> None:
+def multiply(
+    a: scaled.Rows, w: WeightArgs, out: Tensor, m: int, route: scaled.Route, a_div: int = 1, config: int = -1
+) -> None:
     """Computes `out` as `multiply` of launchers/scaled.py does, with the kernels of the GPU."""
     shape = w.groups, w.n
     weights = scaled.Weights(
@@ -166,4 +168,4 @@ def multiply(a: scaled.Rows, w: WeightArgs, out: Tensor, m: int, route: scaled.R
     )  # fmt: skip
     kernels = launcher(a.packed.device.index)
     assert kernels is not None
-    kernels.multiply(a, weights, out, m, route, a_div)
+    kernels.multiply(a, weights, out, m, route, a_div, config)

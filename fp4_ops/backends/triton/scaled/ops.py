@@ -74,7 +74,8 @@ def _launch(a: Rows, w: WeightArgs, route: Route, out: torch.Tensor, tile: Tile,
     )  # fmt: skip
 
 
-def _run(prepare, a: Rows, m: int, w: WeightArgs, out: torch.Tensor, *args, **kwargs) -> None:
+def run_triton(prepare, a: Rows, m: int, w: WeightArgs, out: torch.Tensor, *args, **kwargs) -> None:
+    """Computes `out` by Triton's kernels. Raises NoTile if none can run here."""
     device = device_of(a.packed.device)
     spec = _spec(prepare, a, w, out.dtype)
     while True:
@@ -90,14 +91,14 @@ def product(prepare, a: Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *ar
     """Returns out [m, w.n], as ops.run_product. Raises NoTile if no kernel can run here."""
     out = torch.empty((m, w.n), dtype=out_dtype, device=a.packed.device)
     if out.numel() and native.takes(w, w.fmt.name):
-        rows, route = _native_route(prepare, m, *args)
+        rows, route = native_route(prepare, m, *args)
         native.multiply(a, w, out, rows, route)
     elif out.numel():
-        _run(prepare, a, m, w, out, *args, **kwargs)
+        run_triton(prepare, a, m, w, out, *args, **kwargs)
     return out
 
 
-def _native_route(prepare, m: int, *args) -> tuple[int, launcher.Route]:
+def native_route(prepare, m: int, *args) -> tuple[int, launcher.Route]:
     """Returns the number of rows (of each group, if masked) and the route that `prepare` stands for."""
     if prepare is ops.prepare_dense:
         return m, launcher.Route(launcher.DENSE)
@@ -118,7 +119,7 @@ def grouped_mm_k(a: Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dt
     out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=a.packed.device)
     if out.numel() and w.k:
         ends = offs.clamp(0, w.k).cummax(0).values
-        _run(ops.prepare_columns, a, m, w._replace(groups=1), out, ends)
+        run_triton(ops.prepare_columns, a, m, w._replace(groups=1), out, ends)
     return out
 
 
