@@ -92,7 +92,8 @@ def large(*values: Any) -> Any:
 
 def drawn_as(item) -> str:
     """Returns the name that decides whether --draw takes a test."""
-    return str(item.path.name if item.get_closest_marker("drawn_together") else item.nodeid)
+    together = item.get_closest_marker("drawn_together")
+    return next(iter(together.args), item.path.name) if together else item.nodeid
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
@@ -110,8 +111,8 @@ def pytest_collection_modifyitems(config, items) -> None:
                 item.add_marker("more")
     n = config.getoption("--draw")
     numbers = {item: zlib.crc32(f"{SEED} {drawn_as(item)}".encode()) for item in items}
-    # At least one: pytest fails where no test is run.
-    items[:] = [i for i in items if numbers[i] % n == 0] or sorted(items, key=numbers.__getitem__)[:1]
+    least = min(numbers.values(), default=0)  # at least one: pytest fails where no test is run
+    items[:] = [i for i in items if numbers[i] % n == 0] or [i for i in items if numbers[i] == least]
     if getattr(config.option, "loadgroup", False):
         for item in items:
             group = item.get_closest_marker("xdist_group")

@@ -24,7 +24,9 @@ from fp4_ops.checkpoints.families import model_class
 from fp4_ops.integrations.transformers.quantizer import registered
 
 CASES = [
-    pytest.param(case, id=str(case), marks=pytest.mark.xdist_group(maker))
+    pytest.param(
+        case, id=str(case), marks=[pytest.mark.xdist_group(maker), pytest.mark.drawn_together(maker)]
+    )
     for maker in cases.names()
     for case in cases.cases(maker, SEED)
 ]
