@@ -1,6 +1,5 @@
 """Which GPUs run the CUDA kernels for FP4 rows, and what those for 10.x make of a weight. Without a GPU."""
 
-import gc
 import logging
 from types import SimpleNamespace
 
@@ -112,56 +111,6 @@ def test_scales_with_a_sign_become_nan():
     assert torch.equal(values, scale[0].clamp(max=0x7F))
 
 
-@pytest.fixture
-def kept(monkeypatch):
-    monkeypatch.setattr(scaled_sm100, "_kept", found := {})
-    return found
-
-
-def test_they_are_made_once_for_a_weight(kept, monkeypatch):
-    made, right = [], scaled_sm100.swizzled
-    monkeypatch.setattr(scaled_sm100, "swizzled", lambda scale: made.append(1) or right(scale))
-    weight = random_scale(3, 40, 8).view(torch.float8_e4m3fn)
-
-    def found(weight):
-        return scaled_sm100.blocks_of(weight.view(torch.uint8), weight._version)
-
-    first = found(weight)
-    with torch.inference_mode():
-        assert found(weight) is first
-    part = scaled_sm100.blocks_of(weight.view(torch.uint8)[1:], weight._version)
-    assert torch.equal(part, first[1:]) and len(made) == 2
-    weight.view(torch.uint8)[2, 3] += 1
-    with torch.inference_mode():  # a recorded graph reads the same memory
-        assert found(weight) is first and torch.equal(first, right(weight))
-    assert found(weight) is first and len(made) == 3
-    del weight
-    gc.collect()
-    assert not kept
-
-
-def test_what_is_not_kept(kept, monkeypatch):
-    """Scales whose writes cannot be seen. Blocks that a captured graph makes: its kernels have not run."""
-    weight = random_scale(1, 8, 4)
-    first = scaled_sm100.blocks_of(weight, None)
-    weight += 1
-    assert not torch.equal(first, scaled_sm100.blocks_of(weight, None))
-    monkeypatch.setattr(first_use, "capturing", lambda: True)
-    assert torch.equal(scaled_sm100.blocks_of(weight, 1), scaled_sm100.swizzled(weight))
-    assert not kept
-
-
-def test_a_write_during_a_capture_shows(kept, monkeypatch):
-    weight = random_scale(1, 8, 4)
-    first = scaled_sm100.blocks_of(weight, 0)
-    weight += 1
-    with monkeypatch.context() as patch:
-        patch.setattr(first_use, "capturing", lambda: True)
-        assert scaled_sm100.blocks_of(weight, 1) is not first
-    assert scaled_sm100.blocks_of(weight, 1) is first
-    assert torch.equal(first, scaled_sm100.swizzled(weight))
-
-
 @pytest.mark.parametrize("inference", [False, True])
 def test_operators_tell_the_version_of_their_argument(inference):
     """Inside an operator a view has its own version, and in inference mode none."""
@@ -173,12 +122,3 @@ def test_operators_tell_the_version_of_their_argument(inference):
         given = torch.zeros(2, 8, 32, dtype=torch.uint8), scale, torch.ones(2), None
         assert ops.weight(*given, w).scale_version == 1
         assert (ops.weight(given[0], scale.clone(), *given[2:], w).scale_version is None) == inference
-
-
-def test_memory_that_another_weight_gets_is_another_weight(kept):
-    store = random_scale(2 * 8 * 4)
-    for _ in range(2):  # two storages over the same memory
-        weight = torch.frombuffer(store.numpy(), dtype=torch.uint8).view(2, 8, 4)
-        assert torch.equal(scaled_sm100.blocks_of(weight, 0), scaled_sm100.swizzled(weight))
-        store += 1
-        del weight

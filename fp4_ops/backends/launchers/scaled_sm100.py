@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import weakref
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...runtime import first_use
+from ...runtime.derived import derived
 from .library import DTYPE_CODES, address, call, stream
 from .scaled import Route, Rows, Weights, aligned, candidate_name, has_kernels, with_scales_of
 
@@ -67,45 +65,6 @@ def swizzled(scale: Tensor) -> Tensor:
     return blocks.contiguous().view(groups, -1).view(torch.uint8)
 
 
-class _Kept(NamedTuple):
-    storage: weakref.ref[Any]
-    version: int
-    blocks: Tensor
-
-
-_kept: dict[tuple[Any, ...], _Kept] = {}
-
-
-def blocks_of(scale: Tensor, version: int | None) -> Tensor:
-    """Returns `swizzled(scale)`, which is made once and kept as long as the memory of `scale`.
-
-    `version` is torch's count of writes to the tensor that the caller gave. (Views that an operator makes may
-    have a count of their own.) After a write the blocks are made again in the same memory, because a recorded
-    CUDA graph reads it. Nothing is kept if the version is None, as an inference tensor has none, nor while a
-    graph is captured, because the kernels do not run then.
-    """
-    storage = scale.untyped_storage()
-    key = scale.device, scale.data_ptr(), scale.shape
-    kept = _kept.get(key)
-    if kept is not None and kept.storage() is not storage:
-        kept = None
-    if kept is not None and kept.version == version:
-        return kept.blocks
-    with torch.inference_mode(False), torch.no_grad():
-        made = swizzled(scale)
-        if version is None or first_use.capturing():
-            return made
-        if kept is not None:
-            made = kept.blocks.copy_(made)
-        _kept[key] = _Kept(weakref.ref(storage, lambda dead: _forget(key, dead)), version, made)
-    return made
-
-
-def _forget(key: tuple[Any, ...], dead: Any) -> None:
-    if key in _kept and _kept[key].storage is dead:
-        del _kept[key]
-
-
 # --- launches ---
 
 
@@ -120,7 +79,7 @@ def arguments(
     """
     x = with_scales_of(x._replace(packed=aligned(x.packed)), SCALE_BYTES)
     groups, n, bytes_of_k = w.packed.shape
-    codes, scales = aligned(w.packed), blocks_of(w.scale, w.scale_version)
+    codes, scales = aligned(w.packed), derived(w.scale, w.scale_version, swizzled)
     return ProductArguments(
         x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(codes),
         scales=address(scales), global_scale=address(w.global_scale), bias=address(w.bias), out=address(out),
