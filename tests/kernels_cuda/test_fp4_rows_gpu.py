@@ -7,6 +7,7 @@ one with `--emulate`. test_sm120_gpu.py and test_sm100.py test the kernels by th
 
 import ctypes
 import functools
+import random
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -246,7 +247,7 @@ def test_every_candidate_is_timed(family, format, operators, launches, monkeypat
     shapes = [times.Shape(name, 1 if name == "mm" else 3, 40, 192, (1, 9)) for name in times.PREPARE]
     monkeypatch.setattr(times, "SHAPES", shapes)
     monkeypatch.setattr(times, "COPIED", 1 << 20)
-    monkeypatch.setattr(times, "preferred_layout", lambda *_, **__: "plain")
+    monkeypatch.setattr(times, "preferred_layout", lambda *_, **__: random.choice(("plain", "tile16")))
     monkeypatch.setattr(times.ops, "quantize_rows", quantize_rows)
     lines = list(times.table(lambda launch: (launch(len(launched)), launched.append(launch), 2.0)[-1]))
     candidates, kinds = family.launcher.CANDIDATES, len(family.launcher.KINDS)

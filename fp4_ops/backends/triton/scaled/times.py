@@ -13,6 +13,7 @@ from ....meta.layouts import preferred_layout
 from ....runtime import tune
 from ...launchers import scaled
 from .. import ops
+from ..launch import NoTile
 from ..ops import WeightArgs
 from ..tiles import device_of
 from . import native, support
@@ -101,7 +102,7 @@ def times(shape: Shape, format: str, timer: Timer) -> Iterator[Time]:
     weights = [WeightArgs(c, s, factor, None, groups, n, k, fmt, 0) for c, s in zip(codes, scales)]
     bytes_of_one = (codes[0].nbytes + scales[0].nbytes) / groups
     layout = preferred_layout("cuda", (n, k), dtype=torch.bfloat16, format=format, a_format="none")
-    packed = [_packed(w, layout) for w in weights]
+    packed = [_packed(w, layout, dense=operator == "mm") for w in weights]
     for rows in shape.rows:
         routes = [_route(shape, rows, place) for _ in range(tune.ROUTINGS)]
         x = torch.randn(shape.all_rows(rows), k, device=place, dtype=torch.bfloat16)
@@ -110,22 +111,26 @@ def times(shape: Shape, format: str, timer: Timer) -> Iterator[Time]:
 
         def bfloat16(i: int) -> None:
             args, _ = routes[i % len(routes)]  # noqa: B023
-            w = packed[i % len(packed)]
-            w = tuple(t[0] if t is not None else None for t in w) if operator == "mm" else w
             a = x.view(groups, rows, k) if operator == "grouped_mm_masked" else x  # noqa: B023
-            getattr(torch.ops.fp4, operator)(a, *w, *args, format=format, layout=layout)
+            getattr(torch.ops.fp4, operator)(a, *packed[i % len(packed)], *args, format=format, layout=layout)
 
         yield Time(shape, rows, format, f"bf16 rows, layout {layout}", timer(bfloat16), weight_bytes)
         a = scaled.Rows(*ops.quantize_rows(x, fmt))
         for name, launch in _launches(shape, rows, a, weights, routes):
-            yield Time(shape, rows, format, f"{format} rows, {name}", timer(launch), weight_bytes)
+            try:
+                us = timer(launch)
+            except NoTile as error:
+                support.no_tile(error, format, device_of(place))
+                continue
+            yield Time(shape, rows, format, f"{format} rows, {name}", us, weight_bytes)
 
 
-def _packed(w: WeightArgs, layout: str) -> tuple[Tensor | None, ...]:
-    typed = torch.float8_e4m3fn if w.fmt.has_global_scale else torch.float8_e8m0fnu
-    plain = w.codes, w.scale.view(typed), w.global_scale
+def _packed(w: WeightArgs, layout: str, dense: bool) -> tuple[Tensor | None, ...]:
+    """Returns a weight as the operators take it. `dense`: without the dimension of the groups."""
+    typed = w.scale.view(torch.float8_e4m3fn if w.fmt.has_global_scale else torch.float8_e8m0fnu)
+    plain = [None if t is None else t[0] if dense else t for t in (w.codes, typed, w.global_scale)]
     if layout == "plain":
-        return plain
+        return tuple(plain)
     packed, scale, factor = torch.ops.fp4.prepack(*plain, w.fmt.name, layout)
     return packed, scale, factor if factor.numel() else None
 
