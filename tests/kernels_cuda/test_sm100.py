@@ -174,6 +174,17 @@ def test_sizes(size, kernels):
     assert Case(*SIZES[size]).agrees(kernels)
 
 
+def test_the_operators_of_the_cpu_give_the_same_bits(kernels):
+    """W4A4 is one definition: codes, block scales and factors of both operands."""
+    case = Case("contiguous", [7, 0, 20, 1], 40, 320)
+    w = case.w.packed, case.w.scale.view(torch.float8_e4m3fn), case.w.factor
+    there = torch.ops.fp4.grouped_mm(
+        case.x.packed, *w, case.group_rows.int(), case.x.scale.view(torch.float8_e4m3fn), None, case.x.factor,
+        format="nvfp4", a_format="nvfp4", out_dtype=torch.float32,
+    )  # fmt: skip
+    assert torch.equal(case.run(kernels), there)
+
+
 @pytest.mark.parametrize("config", range(len(TOKENS)))
 def test_any_scales(config, kernels):
     """Scales of all sizes, also zero, and factors that are no powers of two."""
