@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .checkpoints.folder import check_folder
+from .checkpoints.folder import Folder, check_folder
 from .meta.formats import FORMATS
 from .meta.text import first_line
 from .quantization.activations import ACTIVATION_MODES
@@ -106,11 +106,18 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, dict[str, Stored]]:
 
     try:
         model, stored = load_reference(args.model, args.device, torch.bfloat16)
-    except OSError as error:
-        reason = str(error).strip().split("\n")[0]
+    except ValueError:
+        raise
+    except Exception as error:  # of transformers and safetensors
+        if Path(args.model).is_dir():
+            Folder(args.model)  # raises if it can say more
+        reason = first_line(str(error)).rstrip(".")
+        at_hub = (
+            ". It must be a local folder, or the name of a model on the Hugging Face hub that can be reached"
+        )
+        more = "" if Path(args.model).is_dir() else at_hub
         raise ValueError(
-            f"fp4: {args.model} cannot be loaded: {reason} It must be a local folder, or the name of a model "
-            "on the Hugging Face hub that can be reached"
+            f"fp4: {args.model} cannot be loaded: {type(error).__name__}: {reason}{more}"
         ) from None
     if stored:
         print(

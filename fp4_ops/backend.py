@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -91,18 +90,6 @@ def _capture_loops() -> None:
 
 
 _capture_loops()
-
-
-def _hide_version_checks() -> None:
-    """Hides a warning of Dynamo about functions with a cache, where transformers' experts compare versions.
-
-    Any backend shows it. Nothing can be incorrect there, because versions do not change.
-    """
-    at = r"(?s)Dynamo detected a call to a `functools\.lru_cache`-wrapped function at 'moe\.py:.*is_torch_"
-    warnings.filterwarnings("ignore", message=at)
-
-
-_hide_version_checks()
 
 
 def _reset() -> None:

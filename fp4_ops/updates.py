@@ -11,17 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .experts.find import form_of
-from .experts.names import HALVES, MATRICES, NUMBERED
+from .experts.names import HALVES, MATRICES, NUMBERED, WRAPPERS
 from .experts.packed import PackedWeight
 from .meta.dtensors import split_over_processes
 from .models.expert_slots import reset_slots
 from .models.new_weights import check, places_of, target_of, write
 from .quantization.overwrite import copy_into
-
-WRAPPERS = frozenset(("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"))
-"""Names of the attributes in which wrappers hold their module. The wrappers are those of torch.compile, data
-parallelism, FSDP and activation checkpointing. The trainer's model and the model that runs may be wrapped in
-different ways."""
 
 
 def update(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
@@ -213,12 +214,22 @@ _AROUND = (Need.CALLS, Need.LIMITS, Need.LEFT_FOR_GOOD, Need.CAPTURE, Need.NESTE
 """Needs of rules that run before or after tracing."""
 
 
+def hide_version_checks() -> None:
+    """Hides a warning of Dynamo about functions with a cache, where transformers' experts compare versions.
+
+    Any backend shows it. Nothing can be incorrect there, because versions do not change.
+    """
+    at = r"(?s)Dynamo detected a call to a `functools\.lru_cache`-wrapped function at 'moe\.py:.*is_torch_"
+    warnings.filterwarnings("ignore", message=at)
+
+
 def extend_dynamo() -> None:
     """Apply PATCHES in the whole process. They act only on graphs of backends with `sees_through_branches`.
     For all others, Dynamo and its settings are unchanged.
 
     For the warning of nested.py, graphs of other backends are inspected but not changed.
     """
+    hide_version_checks()
     for owner, names, rule, need in PATCHES:
         way = _way(owner, need)
         for name in names:

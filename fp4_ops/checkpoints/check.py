@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..experts.names import wrapper_in
 from ..meta.text import first_line
 from .dialects import Dialect, StoredWeight, stored_weights
 from .files import INCOMPLETE, OTHER_MODEL, PREFIXED, CheckpointError, TensorInfo
@@ -105,6 +106,8 @@ def _check_others(
         more = f" and {len(missing) - 3} more" * (len(missing) > 3)
         wrong = f"fp4: {folder.path} has no values for {', '.join(missing[:3])}{more}, which the model"
         wrong, advice = f"{wrong} of its config needs", INCOMPLETE
+        if (wrapped := next(filter(wrapper_in, tensors), None)) is not None:
+            advice = f"It has {wrapped}, with {wrapper_in(wrapped)!r} in its name. {PREFIXED}"
     elif mismatched:
         name, stored, wanted = mismatched[0]
         wrong = f"fp4: {name} of {folder.path} has shape {list(stored)}; the model's is {list(wanted)}"

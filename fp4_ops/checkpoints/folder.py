@@ -102,6 +102,17 @@ def check_folder(path: Path) -> None:
     )
 
 
+def check_name(path: Path) -> None:
+    """Raises CheckpointError for a path that safetensors, and so transformers, cannot open."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            f"fp4: the path {os.fsencode(path)!r} is not UTF-8, and safetensors opens only paths "
+            "that are. Rename the folder"
+        ) from None
+
+
 def _first_file(path: Path, config: dict[str, Any]) -> Path:
     """Returns the single file, or the index of the shards."""
     if named := config.get("transformers_weights"):

@@ -103,6 +103,11 @@ def why_no_weights(path: Path) -> str:
         return f"{tensors[0]} and the like need the index. Fetch it from the same place, too"
     if "adapter_model.safetensors" in tensors:
         return "it is an adapter (PEFT), not a model. Give the folder of the model that it is for"
+    if any(name.startswith("consolidated") for name in tensors):
+        return (
+            f"{tensors[0]} has Mistral's own names of weights, not transformers'. Fetch model.safetensors, "
+            "or the shards and their index, from the same place"
+        )
     if tensors:
         names = ", ".join(tensors[:3])
         return (

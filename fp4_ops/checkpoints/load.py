@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..backends import check_activation
 from ..distributed.parts import keep_for_itself, keep_local
-from ..experts.names import HALVES
+from ..experts.names import HALVES, wrapper_in
 from ..experts.packed import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
@@ -23,7 +23,7 @@ from ..models.outside_experts import untie
 from ..models.pack_experts import A_FORMATS, choose_implementation
 from ..tensor import FP4Tensor
 from .dialects import Codes, Read, StoredWeight, scale_dtype
-from .files import CheckpointError, Reader, TensorInfo
+from .files import PREFIXED, CheckpointError, Reader, TensorInfo
 from .fold import Folds, join_rows
 from .placement import DensePlacement, ExpertsPlacement, Part, Placement
 from .progress import progress_bar
@@ -93,7 +93,14 @@ def check_info(info: dict[str, Any], path: object) -> None:
     """
     for key in ("missing_keys", "mismatched_keys", "error_msgs"):
         if info.get(key):
-            what = f"{key.replace('_', ' ')}: {', '.join(sorted(map(str, info[key])))}"
+            found = sorted(map(str, info[key]))
+            more = f" and {len(found) - 3} more" * (len(found) > 3)
+            what = f"{key.replace('_', ' ')}: {', '.join(found[:3])}{more}"
+            wrapped = next(
+                (name for name in sorted(info.get("unexpected_keys", ())) if wrapper_in(name)), None
+            )
+            if key == "missing_keys" and wrapped is not None:
+                what += f". The files have {wrapped}, with {wrapper_in(wrapped)!r} in its name. {PREFIXED}"
             if key == "missing_keys" and any("lora_" in name for name in info[key]):
                 what += (
                     ". They are of the adapter that adapter_config.json describes, which transformers loads "

@@ -28,6 +28,8 @@ OTHERWISE = (
     "does not take, whole or in parts; fp4_ops.explain says what happens to them"
 )
 """Advice where `prepare` does nothing."""
+PREPARED = "it is prepared already"
+AGAIN = "To prepare a model in another way, load the original again, and prepare that"
 TOO_NARROW = (
     f"4 bits save little of matrices with a side below {SMALLEST_SIDE}. Adapters (LoRA) can be merged into "
     "the weights that they correct"
@@ -60,7 +62,10 @@ def find_experts(
             refusals[name] = str(refusal)
     if not plans and not lists:
         reasons = "".join(f"\n  {name}: {reason}" for name, reason in {**refusals, **unlike}.items())
-        raise ValueError(f"fp4: no experts module could be prepared:{reasons}\n{OTHERWISE}")
+        again = {*refusals.values(), *unlike.values()} == {PREPARED}
+        raise ValueError(
+            f"fp4: no experts module could be prepared:{reasons}\n{AGAIN if again else OTHERWISE}"
+        )
     return found, plans, refusals
 
 
@@ -95,7 +100,7 @@ def plan(module: Any) -> Plan:
         if not condition:
             raise Refusal(reason)
 
-    need(not hasattr(module, "_fp4_recipe"), "it is prepared already")
+    need(not hasattr(module, "_fp4_recipe"), PREPARED)
     need(not getattr(module, "has_post_expert_norm", False), "it has a norm after each expert")
     form = GATED if module.has_gate else UNGATED
     for name in (form.gate_up, form.down):

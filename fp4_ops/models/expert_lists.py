@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..experts.find import TOO_NARROW, WHOLE_EXPERTS
+from ..experts.find import PREPARED, TOO_NARROW, WHOLE_EXPERTS
 from ..experts.zero3 import emptied
 from ..meta.dtensors import split_over_processes
 from ..meta.formats import SMALLEST_SIDE
@@ -51,7 +51,7 @@ def _unlike(experts: list[nn.Module]) -> str:
             return f"an expert's weights are not those of Linears: {', '.join(matrices)}"
         for name, m in own:
             if isinstance(m.weight, FP4Tensor):
-                return "it is prepared already"
+                return PREPARED
             if parts := split_over_processes(m.weight):
                 return f"{name}.weight is {parts}; {WHOLE_EXPERTS}"
             if m.weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):

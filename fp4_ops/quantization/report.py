@@ -150,7 +150,10 @@ def error_report(
             w = m.weight(matrix)
             needs = method in METHODS and METHODS[method].calibration != "none"
             moments = calibration.get(m.name, matrix) if needs and calibration else None
-            q = quantize_weight(w, format, method, calibration=moments)
+            try:
+                q = quantize_weight(w, format, method, calibration=moments)
+            except ValueError as error:
+                raise ValueError(f"{error} (w is {matrix} of {m.name})") from None
             sqnr, saturated = weight_errors(w, *q, format)
             report.errors += [
                 ExpertError(m.name, matrix, expert, *pair)

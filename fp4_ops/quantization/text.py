@@ -61,7 +61,10 @@ def _tokens(file: Path, model: str | os.PathLike[str], vocab_size: int) -> list[
         raise ValueError(f"fp4: {model} has no tokenizer that can be loaded: {error}") from None
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):
         # some kinds are None if their files are missing
-        raise ValueError(f"fp4: {model} has no tokenizer: {type(tokenizer).__name__} without a vocabulary")
+        raise ValueError(
+            f"fp4: {model} has no tokenizer: {type(tokenizer).__name__} without a vocabulary. Put the "
+            "tokenizer's files (tokenizer.json, tokenizer_config.json) beside its config.json"
+        )
     return tokenizer(text, verbose=False).input_ids
 
 

@@ -166,7 +166,8 @@ def check_requantize(dialects: Iterable[Dialect], requantize: str | None) -> Non
     for dialect in (d for d in dialects if not d.is_dense):
         if dialect.format in FORMATS and FORMATS[dialect.format].element != "int4" and requantize is not None:
             raise ValueError(
-                f"fp4: requantize is {requantize!r}; {dialect.name} holds {dialect.format}: not converted"
+                f"fp4: requantize is {requantize!r}; {dialect.name} holds {dialect.format}, which is not "
+                "converted. Leave requantize out: it is for int4 folders"
             )
         if requantize is None and dialect.format not in FORMATS:
             raise CheckpointError(

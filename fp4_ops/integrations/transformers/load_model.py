@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ...checkpoints.dialects import check_four_bits, check_requantize, check_target, dialects_of
 from ...checkpoints.families import config_of, model_class
 from ...checkpoints.files import CheckpointError, read_json
-from ...checkpoints.folder import Folder
+from ...checkpoints.folder import Folder, check_name
 from ...checkpoints.gguf import GGUF, dense_of, experts_of, find_gguf, gguf_config
 from ...checkpoints.load import check_info
 from ...checkpoints.source import four_bit_weights, storage
@@ -80,6 +80,7 @@ def load_checkpoint(
         )  # fmt: skip
         return _placed(model, gpu_memory, gpu)
     folder = Folder(path)
+    check_name(folder.path)
     stored = storage(folder)
     if stored is None:
         raise CheckpointError(

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
-from ...checkpoints.files import NO_CONFIG, OTHER_MODEL, CheckpointError
+from ...checkpoints.files import NO_CONFIG, OTHER_MODEL, PREFIXED, CheckpointError
 from ...checkpoints.folder import Folder
 from ...experts.find import form_of, is_experts
+from ...experts.names import wrapper_in
 from ...models.arriving import ArrivingExperts
 from ...models.expert_lists import find_lists
 
@@ -88,6 +89,8 @@ def _prefix(parameter: str, files: Iterable[str]) -> str:
             f"The files have {key}: the prefix is {theirs!r}, where the model has {own!r}. Use the model "
             f"class of that prefix, or from_pretrained(..., key_mapping={{'^{old}': {own!r}}})"
         )
+    if (wrapped := next(filter(wrapper_in, keys), None)) is not None:
+        return f"The files have {wrapped}, with {wrapper_in(wrapped)!r} in its name. {PREFIXED}"
     some = f"The files have {keys[0]} and the like" if keys else "No key of the files names experts"
     return f"{some}. Use the model class that the folder was saved from"
 

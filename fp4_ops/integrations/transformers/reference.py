@@ -11,7 +11,9 @@ from torch import nn
 from transformers import AutoConfig
 
 from ...checkpoints.dialects import stored_config
-from ...checkpoints.families import model_class, register_families
+from ...checkpoints.families import model_class, named_class, register_families
+from ...checkpoints.folder import check_name
+from ...checkpoints.load import check_info
 from ...experts.packed import PackedWeight
 from ...quantization.evaluation import Stored
 from ...tensor import FP4Tensor
@@ -25,14 +27,22 @@ def load_reference(
     """Loads a model with ordinary weights only. Also returns, by module, which experts were in 4 bits.
 
     model: a folder or a name for `from_pretrained`. 4-bit weights are dequantised to `dtype`.
+
+    Raises CheckpointError if the folder lacks weights, which transformers would fill at random.
     """
     if Path(model).is_dir() and stored_config(Path(model)) is not None:
         loaded: Any = load_checkpoint(None, model, dtype=dtype)
     else:
         register_families()
+        check_name(Path(model))
         config = AutoConfig.from_pretrained(model)
         with registered():
-            loaded = model_class(config).from_pretrained(model, config=config, dtype=dtype)
+            loaded, info = model_class(config).from_pretrained(
+                model, config=config, dtype=dtype, output_loading_info=True
+            )
+        if named_class(config) is None:  # the class is a guess: the folder may lack its head
+            info["missing_keys"] = {key for key in info["missing_keys"] if "expert" in key}
+        check_info(info, model)
     return loaded.to(device).eval(), dequantize(loaded, dtype)
 
 
