@@ -20,7 +20,7 @@ from torch import nn
 
 from ..distributed.parts import Part as Distributed
 from ..experts.find import Form, Plan, Refusal, form_of, is_experts, plan_of
-from ..experts.names import HALVES, MATRICES
+from ..experts.names import HALVES, MATRICES, wrapper_in
 from ..experts.packed import PackedWeight
 from .dialects import StoredWeight
 from .files import INCOMPLETE, OTHER_MODEL, PREFIXED, CheckpointError, TensorInfo
@@ -320,9 +320,9 @@ class _Placer:
         for i in range(1, len(parts) - 1):
             tail = ".".join(parts[i:])
             if self.target(tail).parameter.rpartition(".")[0] in self.modules:
-                return (
-                    f"its name begins with {'.'.join(parts[:i])!r}, and the model's names do not. {PREFIXED}"
-                )
+                prefix = ".".join(parts[:i])
+                advice = PREFIXED if wrapper_in(prefix) else OTHER_MODEL
+                return f"its name begins with {prefix!r}, and the model's names do not. {advice}"
         return ""
 
     def _no_codes(self, info: TensorInfo) -> None:

@@ -108,6 +108,14 @@ def test_nan_names_the_weight(tmp_path):
     assert "gate_up of model.layers.1.mlp.experts" in refusal(lambda: main(["report", str(tmp_path)]))
 
 
+def test_a_prefix_of_another_model_is_not_called_a_wrapper(tmp_path):
+    """The config.json of a text model beside the files of the model with a vision tower."""
+    write_folder(tmp_path, tiny(), CT)
+    rename(tmp_path, lambda n: n.replace("model.layers.", "model.language_model.layers."))
+    text = refusal(lambda: fp4_ops.load_checkpoint(None, tmp_path))
+    assert "begins with 'model.language_model'" in text and "describes another model" in text
+
+
 def test_requantize_of_fp4_says_what_to_do(tmp_path):
     write_folder(tmp_path, tiny(), CT)
     text = refusal(lambda: fp4_ops.load_checkpoint(None, tmp_path, requantize="mxfp4"))
