@@ -29,7 +29,6 @@ from ..graph.nodes import (
     is_op,
     is_product,
     is_tensor,
-    operand,
     reached,
     shape,
     strip,
@@ -63,6 +62,8 @@ class Expert:
 
     output: fx.Node
     products: tuple[fx.Node, ...]
+    rows: tuple[fx.Node, ...]
+    """For each product, the node that its rows are a view of."""
     matrices: Parts
     inputs: tuple[fx.Node, ...]
     """Tensors that it shares with other experts: x, ids."""
@@ -94,9 +95,8 @@ class Alike:
         up, are one operand."""
         first = self.experts[0]
         of: dict[object, list[int]] = {}
-        for i, (product, m) in enumerate(zip(first.products, first.matrices, strict=True)):
-            rows = operand(product, len(product.args) - 2)
-            of.setdefault((strip(rows), m.n, m.k), []).append(i)
+        for i, (rows, m) in enumerate(zip(first.rows, first.matrices, strict=True)):
+            of.setdefault((rows, m.n, m.k), []).append(i)
         return [[tuple(e.matrices[i] for i in own) for e in self.experts] for own in of.values()]
 
 
@@ -186,21 +186,31 @@ class Search:
         return (node.target, *map(one, node.args), *((k, one(a)) for k, a in node.kwargs.items()))
 
     def _alike(self, outputs: list[fx.Node], ends: _Ends) -> Iterator[Alike]:
-        found: dict[object, list[Expert]] = {}
+        found: dict[object, dict[object, list[Expert]]] = {}
         for e in self._experts(outputs):
             named = all(self._evidence.named(m.ref.node) for m in e.matrices)
-            found.setdefault((e.structure, None if named else e.inputs), []).append(e)
-        for experts in found.values():
-            sources = [m.ref for e in experts for m in e.matrices]
-            if len(experts) < 2 or len(set(sources)) < len(sources):
-                continue
-            if any(map(self._evidence.is_router, (p for e in experts for p in e.products))):
-                continue
-            own = [e.output for e in experts]
-            if self._are_dispatched(experts) or self._are_combined(
-                experts, ends if own == outputs else self._ends(own)
-            ):
-                yield Alike(experts)
+            found.setdefault(e.structure, {}).setdefault(None if named else e.inputs, []).append(e)
+        for groups in found.values():
+            left = []
+            for experts in groups.values():
+                if self._are_experts(experts, outputs, ends):
+                    yield Alike(experts)
+                else:
+                    left.append(experts)
+            # One sum may be over experts of several inputs, such as those of a task and those of all tasks.
+            several = [e for experts in left for e in experts]
+            if len(left) > 1 and len(several) > len(left) and self._are_experts(several, outputs, ends):
+                yield Alike(several)
+
+    def _are_experts(self, experts: list[Expert], outputs: list[fx.Node], ends: _Ends) -> bool:
+        sources = [m.ref for e in experts for m in e.matrices]
+        if len(experts) < 2 or len(set(sources)) < len(sources):
+            return False
+        if any(map(self._evidence.is_router, (p for e in experts for p in e.products))):
+            return False
+        own = [e.output for e in experts]
+        same = own == outputs
+        return self._are_dispatched(experts) or self._are_combined(experts, ends if same else self._ends(own))
 
     def _experts(self, outputs: list[fx.Node]) -> Iterator[Expert]:
         """Yield for each output the part of the graph that leads to it alone."""
@@ -247,7 +257,10 @@ class Search:
         calls = [_parameter(n) if n in self._fixed else self._call(n, name, numbers) for n in own]
         matrices = tuple(self._matrices[p] for p in products)
         structure = (*calls, *((m.n, m.k) for m in matrices))
-        return Expert(output, products, matrices, tuple(inputs), structure, tuple(numbers), frozenset(own))
+        rows = tuple(strip(factors(p)[1]) for p in products)
+        return Expert(
+            output, products, rows, matrices, tuple(inputs), structure, tuple(numbers), frozenset(own)
+        )
 
     def _are_dispatched(self, experts: list[Expert]) -> bool:
         """Return whether each expert has rows of its own, and the model computes which rows these are."""
@@ -316,7 +329,7 @@ class Search:
             found = matcher.match(node, True, lambda n: n in made)
         except Refused:
             return False
-        return found.downs == count and self._evidence.tells_apart(found)
+        return found.downs == count and self._evidence.tells_apart(found, made)
 
 
 class _Combination(Matcher):
@@ -340,7 +353,7 @@ class _Combination(Matcher):
 
     def _input(self, lin: Linear, m: Mixture) -> _Input:
         expert = self._experts[lin.weight.node]
-        x = Ref(next(iter(self._experts)), (K,))  # the same for all: what they read was compared before
+        x = Ref(next(iter(self._experts)), (K,))  # the same for all: the search compares what they read
         return _Input(x, (), Act("", UP, False), expert.matrices, (None,) * len(expert.matrices), None)
 
 

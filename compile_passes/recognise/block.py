@@ -430,6 +430,13 @@ class Mixture:
         return self.branches.first if isinstance(self.branches, EvenBranches) else self.branches[0]
 
     @property
+    def two(self) -> tuple[Branch, Branch]:
+        """Return the first two branches."""
+        if isinstance(self.branches, EvenBranches):
+            return self.branches.first, self.branches.second
+        return self.branches[0], self.branches[1]
+
+    @property
     def weights(self) -> set[fx.Node]:
         """Return the parameters that hold the experts' matrices."""
         branches = [self.common] if isinstance(self.branches, EvenBranches) else self.branches

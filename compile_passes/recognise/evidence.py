@@ -8,13 +8,15 @@ product counts as an expert's if one of these holds:
 - ids or offsets that are computed from the model's inputs choose the matrices;
 - the weight's path has "expert" in it, or the model holds the weight in 4 bits.
 
-If a softmax or a topk chooses by the result of a product, the product is a router and never an expert.
+Scores and ids that are computed from the products' own results do not count: attention over the outputs of
+branches or adapters is no router. If a softmax or a topk chooses by the result of a product, the product is a
+router and never an expert. A matrix that all experts share is a layer before them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -86,6 +88,10 @@ class _Carrier:
         if self.part is not None and isinstance(index, Mix) and self.part < len(index.parts):
             return index.parts[self.part]
         return index
+
+    def makes(self, node: fx.Node) -> bool:
+        """Return whether a node is computed from this tensor."""
+        return _depends(node, lambda n: n is self.node, self.node)
 
 
 class Evidence:
@@ -170,19 +176,37 @@ class Evidence:
         ):
             return True
         seen = reached(products, lambda n: n.users, _VERY_FAR)
-        if any(n in self._soft and n not in seen for user in seen for n in user.all_input_nodes):
+        after = seen.keys() - set(products)
+        if any(n in self._soft and n not in seen for user in after for n in user.all_input_nodes):
             return True
-        before = reached(products, lambda n: n.all_input_nodes, _VERY_FAR)
-        return any(n in self._hard or is_op(n, aten._softmax) for n in before)
+        before = self._rows_of(products)
+        before |= self._rows_of([n for n in before if self.mixes_columns(n)])
+        return any(n in self._hard for n in before)
 
-    def tells_apart(self, m: Mixture) -> bool:
+    def _rows_of(self, products: Iterable[fx.Node]) -> dict[fx.Node, None]:
+        """Return the nodes that the rows of these products are computed from, back to earlier products with
+        weights and to a softmax. What is before those, such as the mask of an attention, chooses no rows."""
+
+        def step(node: fx.Node) -> Iterable[fx.Node]:
+            ends = is_op(node, aten._softmax, *_ATTENTION) or (
+                is_op(node, *PRODUCTS) and self.mixes_columns(node)
+            )
+            return () if ends else node.all_input_nodes
+
+        return reached([n for p in products for n in p.all_input_nodes], step, _VERY_FAR)
+
+    def tells_apart(self, m: Mixture, made: Collection[fx.Node]) -> bool:
         """Return whether ids select the experts whose outputs are used, or a router's scores weight the
-        outputs."""
+        outputs.
+
+        made: the nodes that depend on the outputs.
+        """
         b = m.common
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
-            return self.chosen(ids.node)
-        return any(n in self._soft for f in b.factors if E in free_axes(f) for n in _nodes(f))
+            return self.chosen(ids.node) and ids.node not in made
+        scores = (n for f in b.factors if E in free_axes(f) for n in _nodes(f))
+        return any(n in self._soft and n not in made for n in scores)
 
     def of_mixture(self, m: Mixture) -> bool:
         """Return whether a router decides which rows the experts of a block get, or how their outputs are
@@ -190,13 +214,21 @@ class Evidence:
         b = m.common
         if any(self.named(w) for w in m.weights):
             return True
+        if len({other.up for other in m.two}) == 1:
+            return False
+        weights = m.weights
+
+        def of_experts(n: fx.Node) -> bool:
+            return is_op(n, *PRODUCTS) and any(through(i, *_VIEWS) in weights for i in n.all_input_nodes)
+
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
-            return self.chosen(ids.node)
+            return self.chosen(ids.node) and not _depends(ids.node, of_experts, b.x.node)
         # Without an activation, scores that are not limited by a softmax or a sigmoid make the block a
         # bilinear layer.
         scores = self._soft if b.act.term is UP else self._data
-        if any(n in scores for t in (*b.factors, *b.scales, *b.chosen) for n in _nodes(t)):
+        found = (n for t in (*b.factors, *b.scales, *b.chosen) for n in _nodes(t) if n in scores)
+        if any(not _depends(n, of_experts, b.x.node) for n in found):
             return True
         if b.place is None:
             return False
@@ -329,7 +361,7 @@ class Evidence:
         for t in walk(v.term):
             if isinstance(t, Ref) and t.node is carrier.node:
                 by = _refs_in(carrier.expert(t))
-                if any(self.chosen(r.node) for r in by):
+                if any(self.chosen(r.node) and not carrier.makes(r.node) for r in by):
                     return True
             if not isinstance(t, Sum):
                 continue
@@ -341,7 +373,8 @@ class Evidence:
                 if not e & set(t.axes) or e & out or not columns:
                     continue
                 for f in (f for m in walk(t.body) for f in flatten(m, Mul) if isinstance(m, Mul)):
-                    if self._tells(f, e, columns) and any(n in self._soft for n in _nodes(f)):
+                    soft = (n for n in _nodes(f) if n in self._soft)
+                    if self._tells(f, e, columns) and not all(map(carrier.makes, soft)):
                         return True
         return False
 
@@ -394,6 +427,12 @@ def _nodes(term: Term) -> list[fx.Node]:
     if isinstance(term, Composite) and term.ref is not None:
         return [term.ref.node]
     return [n for c in term.children() for n in _nodes(c)]
+
+
+def _depends(node: fx.Node, on: Callable[[fx.Node], bool], first: fx.Node) -> bool:
+    """Return whether a node is computed from one for which `on` is true and which is not before `first` in
+    the graph."""
+    return any(map(on, reached([node], lambda n: (i for i in n.all_input_nodes if not i < first))))
 
 
 def _made_of(rows: fx.Node, products: set[fx.Node]) -> set[fx.Node]:

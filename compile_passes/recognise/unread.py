@@ -179,9 +179,12 @@ def _stacked_weights(graph: fx.Graph, is_weight: Callable[[fx.Node], bool]) -> R
 
 
 def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: int) -> Refusal | None:
-    """Return a refusal for FFNs that have more than an activation between their products: a norm, a PReLU."""
+    """Return a refusal for FFNs that have more than an activation between their products: a norm, a PReLU.
+
+    Heads of one trunk share its products, so they are no FFNs.
+    """
     products = {n: p for n in graph.nodes if (p := _product(n, is_weight)) is not None}
-    alike: dict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
+    alike: dict[tuple[object, ...], dict[fx.Node, fx.Node]] = defaultdict(dict)
     for down in products.values():
         between = _between(down.rows, products)
         ups = [products[n] for n in between if n in products]
@@ -190,10 +193,11 @@ def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
             shapes = str([shape(p.weight) for p in (down, *ups)])  # some may be symbolic
             with_parameters = [n for n in steps if any(i.op == "placeholder" for i in n.all_input_nodes)]
             random = [n for n in steps if is_random(n)]
-            alike[through(ups[0].rows, *_VIEWS), shapes].append((with_parameters or random or steps)[0])
+            first = (with_parameters or random or steps)[0]
+            alike[through(ups[0].rows, *_VIEWS), shapes].setdefault(ups[0].node, first)
     for found in alike.values():
         if len(found) >= many:
-            return between_products(found[0])
+            return between_products(next(iter(found.values())))
     return None
 
 

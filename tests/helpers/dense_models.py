@@ -154,6 +154,125 @@ class LearnedBranches(nn.Module):
         return sum(a * ffn(x) for a, ffn in zip(self.alpha.softmax(-1), self.branches))
 
 
+# --- a softmax weighs outputs, but no router chooses ---
+
+
+@own("attention over branches by their sum (SKNet)", 2, 9, H)
+class SelectiveKernel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        ffn = (nn.Sequential(nn.Linear(H, 96), nn.ReLU(), nn.Linear(96, H)) for _ in range(3))
+        self.branches, self.squeeze, self.select = nn.ModuleList(ffn), nn.Linear(H, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.stack([branch(x) for branch in self.branches], 1)
+        weights = self.select(F.relu(self.squeeze(y.sum(1).mean(1)))).softmax(-1)
+        return (weights[:, :, None, None] * y).sum(1)
+
+
+@own("attention over adapters (AdapterFusion)", 2, 9, H)
+class AdapterFusion(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(H, H), nn.Linear(H, H)
+        ffn = (nn.Sequential(nn.Linear(H, 48), nn.GELU(), nn.Linear(48, H)) for _ in range(3))
+        self.adapters = nn.ModuleList(ffn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.stack([adapter(x) for adapter in self.adapters], 2)
+        scores = torch.einsum("bth,btah->bta", self.q(x), self.k(y))
+        return x + torch.einsum("bta,btah->bth", scores.softmax(-1), y)
+
+
+@own("heads weighted by their own norms", 2, 9, H)
+class WeightedByNorms(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.v, self.o = parameter(HEADS, H, 32), parameter(HEADS, 32, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = torch.einsum("bth,nhd->btnd", x, self.v)
+        return torch.einsum("btnd,ndh->bth", v * v.norm(dim=-1, keepdim=True).softmax(2), self.o)
+
+
+@own("the best of several heads (multiple choice learning)", 9, H)
+class BestHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2, self.rate = parameter(HEADS, H, 96), parameter(HEADS, 96, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.einsum("bki,kio->bko", F.relu(torch.einsum("bh,khi->bki", x, self.w1)), self.w2)
+        best = self.rate(y).squeeze(-1).argmax(1)
+        return y[torch.arange(x.shape[0]), best]
+
+
+@own("a kernel for each example (CondConv)", 9, H)
+class ConditionalKernel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.route, self.w = nn.Linear(H, 32), parameter(32, H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = torch.einsum("bn,nhk->bhk", self.route(x).sigmoid(), self.w)
+        return torch.einsum("bh,bhk->bk", x, kernels)
+
+
+# --- heads of one trunk ---
+
+
+class Trunk(nn.Module):
+    """An attention that is written out comes first."""
+
+    def __init__(self, *heads: nn.Module) -> None:
+        super().__init__()
+        self.qkv, self.heads = nn.Linear(H, 3 * H), nn.ModuleList(heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        z = (q @ k.transpose(1, 2)).masked_fill(later, -1e9).softmax(-1) @ v
+        return torch.cat([head(z) for head in self.heads], -1)
+
+
+@own("attention, then an FFN for each task", 2, 9, H)
+class TaskFfns(Trunk):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(H, 96), nn.ReLU(), nn.Linear(96, 40)) for _ in range(5)))
+
+
+@own("attention, then an FFN with a norm for each task", 2, 9, H)
+class TaskFfnsWithNorms(Trunk):
+    def __init__(self) -> None:
+        ffn = (
+            nn.Sequential(nn.Linear(H, 96), nn.LayerNorm(96), nn.ReLU(), nn.Linear(96, 40)) for _ in range(5)
+        )
+        super().__init__(*ffn)
+
+
+@own("attention, then a layer for each task", 2, 9, H)
+class TaskLayers(Trunk):
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(H, 40) for _ in range(5)))
+        self.pool = nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.relu(self.pool(x))
+        return torch.cat([super().forward(z), *(head(z) for head in self.heads)], -1)
+
+
+@own("prototypes, then a layer for each task", 9, H)
+class Prototypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes, self.heads = parameter(8, H), nn.ModuleList(nn.Linear(H, 40) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = (x @ self.prototypes.t()).softmax(-1)
+        z = x + near @ self.prototypes
+        return torch.cat([head(z) for head in self.heads] + [self.prototypes[near.argmax(-1)]], -1)
+
+
 # --- others ---
 
 

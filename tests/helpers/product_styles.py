@@ -171,13 +171,33 @@ class Extraction(Listed):
         )
         self.gates = nn.ModuleList(nn.ModuleList(nn.Linear(H, n) for n in (4, 4, 6)) for _ in range(2))
 
+    def lists(self) -> nn.Module:
+        return self.experts
+
+    def mixed(self, weights: Tensor, y: Tensor) -> Tensor:
+        return (weights[..., None] * y).sum(1)
+
     def forward(self, x: Tensor) -> Tensor:
         tasks = [x, x, x]
-        for experts, gates in zip(self.experts, self.gates):
+        for experts, gates in zip(self.lists(), self.gates):
             first, second, both = ([e(x) for e in own] for x, own in zip(tasks, experts))
             read = [first + both, second + both, first + second + both]
             tasks = [
-                (gate(x).softmax(-1)[..., None] * torch.stack(y, 1)).sum(1)
-                for gate, x, y in zip(gates, tasks, read)
+                self.mixed(gate(x).softmax(-1), torch.stack(y, 1)) for gate, x, y in zip(gates, tasks, read)
             ]
         return torch.cat(tasks[:2], -1)
+
+
+class UnnamedExtraction(Extraction):
+    """PLE whose parameters are not called experts: only the gates' sums say what they are."""
+
+    def __init__(self, expert: Callable[[], nn.Module]) -> None:
+        super().__init__(expert)
+        self.list_of_levels = self.experts
+        del self.experts
+
+    def lists(self) -> nn.Module:
+        return self.list_of_levels
+
+    def mixed(self, weights: Tensor, y: Tensor) -> Tensor:
+        return torch.einsum("te,teh->th", weights, y)

@@ -19,6 +19,7 @@ from product_styles import (
     Listed,
     Masked,
     Stack,
+    UnnamedExtraction,
     Where,
 )  # fmt: skip
 from recorder import Recorder, relative_error
@@ -31,13 +32,13 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FORMS = [
     (Gates, "BatchNorm and Dropout (torch-rechub)"), (Added, "one Linear"), (Stack, "three Linears"),
-    (Extraction, "Linear, ReLU"),
+    (UnnamedExtraction, "Linear, ReLU"),
 ]  # fmt: skip
 FORMS_TOO = [
     (Where, "gated, LayerNorm at the end"), (Columns, "a residual"), (Einsum, "LayerNorm at the end"),
     (Bmm, "one Linear"), (Masked, "RMSNorm of its own at the end"), (Gates, "one Linear"),
     (Extraction, "gated, LayerNorm at the end"), (Where, "three Linears"), (Columns, "Linear, ReLU"),
-    (Extraction, "a residual"),
+    (Extraction, "a residual"), (Extraction, "Linear, ReLU"), (UnnamedExtraction, "one Linear"),
 ]  # fmt: skip
 
 

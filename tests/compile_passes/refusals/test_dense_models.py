@@ -21,7 +21,11 @@ UNROUTED = {
     "gated heads": 0, "ensemble (TabM)": 2, "mixture of heads, weights that are parameters": 1,
     "branches (DARTS), weights that are parameters": 1, "grouped codebook": 1, "bilinear layer": 1,
     "low-rank factors": 1,
-    "routers of a group each (hierarchical)": 1,
+    "routers of a group each (hierarchical)": 1, "attention over branches by their sum (SKNet)": 1,
+    "attention over adapters (AdapterFusion)": 1, "heads weighted by their own norms": 1,
+    "the best of several heads (multiple choice learning)": 1, "a kernel for each example (CondConv)": 1,
+    "attention, then an FFN for each task": 1, "attention, then an FFN with a norm for each task": 1,
+    "attention, then a layer for each task": 1,
 }  # fmt: skip
 """How many products are told of, with what would make them experts'."""
 
