@@ -1,10 +1,12 @@
-"""Times attention on Hopper, as models write it and as compile_passes/neighbours/attention.py rewrites it.
+"""Times attention on Hopper, as models write it and as the backend rewrites it.
 
     python benchmarks/h200_attention.py
 
 There are 32 query heads, 4 key/value heads and a head size of 128, in bfloat16, as in Qwen3-30B-A3B. A
-decoding step has one query for each sequence, the keys of a cache, and a mask. Prefill is causal and has a
-mask for all pairs. Both results are compared with float64 first.
+decoding step has one query for each sequence, the keys of a static cache, and a mask of the first ones. It
+becomes fp4::attention (compile_passes/step/attention.py), and is timed with torch's kernel without repeated
+keys, too. Prefill is causal and has a mask for all pairs (compile_passes/neighbours/attention.py). All
+results are compared with float64 first.
 """
 
 from __future__ import annotations
@@ -18,8 +20,11 @@ import torch.nn.functional as F
 from h200_hopper import median_us
 
 HEADS, GROUPS, WIDTH = 32, 4, 128
-DECODE = ((1, 104), (1, 4096), (8, 1024), (64, 104), (64, 1024), (64, 4096))
-"""(sequences, keys)"""
+DECODE = (
+    (1, 104, 99), (1, 4096, 100), (1, 4096, 4091), (8, 1024, 1019), (8, 4096, 100), (8, 4096, 1000),
+    (64, 104, 99), (64, 1024, 1019), (64, 4096, 1000), (64, 4096, 4091),
+)  # fmt: skip
+"""(sequences, keys, keys that are seen)"""
 PREFILL = (512, 2048, 4096)
 
 
@@ -34,18 +39,20 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor)
 
 
 def compare(
-    step: str, sequences: int, keys: int, q, k, v, mask: torch.Tensor, rewritten: Callable[[], torch.Tensor]
-) -> record.Row:
+    step: str, keys: int, seen: int, q, k, v, mask: torch.Tensor, rewritten: Callable[[], torch.Tensor],
+    fused: Callable[[], torch.Tensor] | None = None,
+) -> record.Row:  # fmt: skip
     def written() -> torch.Tensor:
         return F.scaled_dot_product_attention(q, repeated(k), repeated(v), attn_mask=mask)
 
     want = exact(q[:1], k[:1], v[:1], mask[:1])
-    errors = [((f()[:1] - want).norm() / want.norm()).item() for f in (written, rewritten)]
+    calls = {"written_us": written, "torch_us": fused, "rewritten_us": rewritten}
+    errors = [((f()[:1] - want).norm() / want.norm()).item() for f in calls.values() if f]
     assert max(errors) < 5e-3, errors
-    before, after = median_us(lambda i: written()), median_us(lambda i: rewritten())
+    times = {name: median_us(lambda i: f()) if f else None for name, f in calls.items()}  # noqa: B023
     return {
-        "table": "attention", "step": step, "sequences": sequences, "keys": keys, "written_us": before,
-        "rewritten_us": after, "speedup": before / after,
+        "table": "attention", "step": step, "sequences": len(q), "keys": keys, "seen": seen, **times,
+        "speedup": times["written_us"] / times["rewritten_us"],
     }  # fmt: skip
 
 
@@ -59,18 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @torch.no_grad()
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
-    for b, keys in DECODE:
+    for b, keys, seen in DECODE:
         q, k, v = heads(b, HEADS, 1), heads(b, GROUPS, keys).contiguous(), heads(b, GROUPS, keys).contiguous()
-        mask = (torch.arange(keys, device="cuda") < keys - 5).expand(b, 1, 1, keys)
+        mask = (torch.arange(keys, device="cuda") < seen).expand(b, 1, 1, keys)
         yield compare(
-            "decode", b, keys, q, k, v, mask,
+            "decode", keys, seen, q, k, v, mask,
+            lambda: torch.ops.fp4.attention(q.transpose(1, 2), k, v, mask, WIDTH**-0.5).transpose(1, 2),  # noqa: B023
             lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True),  # noqa: B023
         )  # fmt: skip
     for s in PREFILL:
         q, k, v = heads(1, HEADS, s), heads(1, GROUPS, s), heads(1, GROUPS, s)
         mask = torch.ones(s, s, dtype=torch.bool, device="cuda").tril()[None, None]
         yield compare(
-            "prefill", 1, s, q, k, v, mask,
+            "prefill", s, s, q, k, v, mask,
             lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True),  # noqa: B023
         )  # fmt: skip
 

@@ -73,6 +73,64 @@ def test_heads_with_sinks(dtype, size):
         assert error < (3e-3 if dtype == torch.bfloat16 else 1e-3), (given[0].shape, float(error))
 
 
+def seen_keys(kind, b, length):
+    """A mask [b, 1, 1, length] of the keys that are seen."""
+    places = torch.arange(length, device="cuda").expand(b, 1, 1, length)
+    first, last = torch.randint(0, length + 1, (2, b, 1, 1, 1), device="cuda")
+    if kind == "filled":
+        return places < last
+    if kind == "window":
+        return (places >= first) & (places < first + 128)
+    if kind == "holes":  # of one key to many tiles
+        return torch.rand(b, 1, 1, length, device="cuda") < torch.where(places // 70 % 3 == 0, 0.8, 0.01)
+    if kind == "far apart":
+        return places % 333 == first % 333
+    return places < 0 if kind == "nothing" else torch.full_like(places, True, dtype=torch.bool)
+
+
+KINDS = ("filled", "window", "holes", "far apart", "nothing", "all")
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("group", [(1,), (8,), (2, 3, 7), (9, 12, 16, 17)])
+def test_long_caches(dtype, size, group):
+    """Every kind of mask, some with sinks; the keys that are not seen are NaN, and so is what lies behind."""
+    for kind in KINDS:
+        b, heads, times = random.randint(1, 3), random.randint(1, 2), random.choice(group)
+        length = random.choice((512, 1024, random.randint(500, 1500), random.randint(1500, 3000)))
+        mask = seen_keys(kind, b, length)
+        q = torch.randn(b, 1, heads * times, size, device="cuda").to(dtype)
+        caches = torch.full((2, b * heads * length + 99, size), torch.nan, device="cuda", dtype=dtype)
+        keys, values = (x[: b * heads * length].view(b, heads, length, size) for x in caches)
+        for x in keys, values:
+            x.copy_(torch.randn(x.shape, device="cuda")).masked_fill_(~mask.transpose(2, 3), torch.nan)
+        sinks = torch.randn(heads * times, device="cuda").to(dtype) if random.random() < 0.5 else None
+        given = q, keys, values, None if kind == "all" else mask, SCALE, sinks
+        got, want = torch.ops.fp4.attention(*given), expected(*given)
+        assert torch.equal(got, torch.ops.fp4.attention(*given))
+        error = (got.double() - want).norm() / want.norm().clamp_min(1e-3)
+        assert error < (3e-3 if dtype == torch.bfloat16 else 1e-3), (kind, b, heads, length, float(error))
+
+
+@pytest.mark.parametrize("first", [0, 3, 16])
+def test_long_masks_that_begin_anywhere(first):
+    b, length = 2, 700 + 2 * first
+    whole = seen_keys("holes", b, length + 40)
+    q, keys, values = (
+        torch.randn(b, *s, 64, device="cuda").half() for s in ((1, 4), (2, length), (2, length))
+    )
+    for mask in (
+        whole[..., first : first + length],
+        whole[:1, ..., first : first + length].expand(b, -1, -1, -1),
+    ):
+        got, want = (
+            torch.ops.fp4.attention(q, keys, values, mask, SCALE),
+            expected(q, keys, values, mask, SCALE),
+        )
+        assert (got.double() - want).norm() / want.norm() < 4e-4
+
+
 def test_sinks_of_extreme_size():
     """A sink that weighs nothing changes no bit; one that weighs all leaves 0, as does one beside no key."""
     q, keys, values, mask, scale, sinks = drawn(torch.bfloat16, 64, sunk=True)
@@ -84,18 +142,42 @@ def test_sinks_of_extreme_size():
     assert torch.ops.fp4.attention(q, keys, values, mask, scale, sinks * torch.nan).isnan().all()
 
 
-@pytest.mark.parametrize("length", [3, 100])
-def test_keys_that_one_block_has(length):
+@pytest.mark.parametrize("length", [3, 100, 520])
+@pytest.mark.parametrize("size", [64, 128])
+@pytest.mark.parametrize("group", [2, 9])
+def test_keys_that_one_block_has(length, size, group):
     """Enough sequences for the GPU, so that no keys are divided: several rounds in one thread block."""
-    b = 2 * torch.cuda.get_device_properties(0).multi_processor_count // 4 + 1
+    b = torch.cuda.get_device_properties(0).multi_processor_count // 2 + 1
+    dtype = random.choice((torch.float16, torch.bfloat16))
     q, keys, values = (
-        torch.randn(b, *s, 64, device="cuda").half() for s in ((1, 8), (4, length), (4, length))
+        torch.randn(b, *s, size, device="cuda").to(dtype) for s in ((1, 2 * group), (2, length), (2, length))
     )
-    sinks = torch.randn(8, device="cuda").half()
-    for mask in (None, torch.rand(b, 1, 1, length, device="cuda") < 0.5):
-        given = q, keys, values, mask, SCALE, sinks if mask is None else None
+    sinks = torch.randn(2 * group, device="cuda").to(dtype)
+    for kind in ("all", random.choice(KINDS)):
+        mask = seen_keys(kind, b, length)
+        for x in keys, values:
+            x.masked_fill_(~mask.transpose(2, 3), torch.nan)
+        given = q, keys, values, None if kind == "all" else mask, SCALE, sinks if kind == "all" else None
         got, want = torch.ops.fp4.attention(*given), expected(*given)
-        assert (got.double() - want).norm() / want.norm() < 4e-4
+        assert torch.equal(got, torch.ops.fp4.attention(*given))
+        error = (got.double() - want).norm() / want.norm().clamp_min(1e-3)
+        assert error < (4e-4 if dtype == torch.float16 else 3e-3), (kind, b, dtype, float(error))
+
+
+@pytest.mark.parametrize("b", [1, 20])
+@pytest.mark.parametrize("size", [64, 128])
+def test_scores_far_below_those_of_keys_that_are_not_seen(b, size):
+    """The scores of seen keys are about -200. Another key's, or that of zeros in its place, is far larger."""
+    length, scale = 75, size**-0.5
+    q = torch.rand(b, 1, 4, size, device="cuda").add(1).half()
+    keys = -torch.rand(b, 2, length, size, device="cuda").add(12).half()
+    values = torch.randn(b, 2, length, size, device="cuda").half()
+    mask = torch.rand(b, 1, 1, length, device="cuda") < 0.5
+    mask[..., 0] = True
+    for unseen in (0.0, 12.0, torch.nan):
+        keys.masked_fill_(~mask.transpose(2, 3), unseen)
+        got, want = (f(q, keys, values, mask, scale) for f in (torch.ops.fp4.attention, expected))
+        assert (got.double() - want).norm() / want.norm() < 1e-3
 
 
 def at_odd_address(t):
@@ -143,11 +225,14 @@ def test_operands_that_are_views(view):
     assert (got.double() - want).norm() / want.norm() < 4e-4
 
 
-def test_numbers_that_are_not_finite_are_not_hidden():
-    q, keys, values, _, scale, _ = drawn(torch.bfloat16, 128, masked=False)
+@pytest.mark.parametrize("length", [5, 700])
+def test_numbers_that_are_not_finite_are_not_hidden(length):
+    q, keys, values = (
+        torch.randn(2, *s, 128, device="cuda").bfloat16() for s in ((1, 8), (2, length), (2, length))
+    )
     values[0, 0, -1] = torch.inf
     keys[-1, -1, 0] = torch.nan
-    got = torch.ops.fp4.attention(q, keys, values, None, scale)
+    got = torch.ops.fp4.attention(q, keys, values, None, SCALE)
     assert not got[0, 0, 0].isfinite().any() and got[-1, 0, -1].isnan().all()
 
 

@@ -94,10 +94,12 @@ def test_peers_of_hopper():
 
 def test_rows_of_attention(no_gpu, monkeypatch):
     module = imported("h200_attention")
-    monkeypatch.setattr(module, "DECODE", ((2, 16),))
+    monkeypatch.setattr(module, "DECODE", ((2, 16, 9),))
     monkeypatch.setattr(module, "PREFILL", (16,))
     rows = first_rows("h200_attention", [])
-    assert [(r["step"], r["sequences"], r["keys"]) for r in rows] == [("decode", 2, 16), ("prefill", 1, 16)]
+    names = "step", "sequences", "keys", "seen"
+    assert [tuple(r[n] for n in names) for r in rows] == [("decode", 2, 16, 9), ("prefill", 1, 16, 16)]
+    assert [r["torch_us"] is None for r in rows] == [False, True]
 
 
 def test_rows_of_decode_and_prefill(no_gpu, monkeypatch):

@@ -25,6 +25,8 @@ ROWS = (1, 8, 16)
 """Numbers of rows that are checked: one row, and the largest number for each form of the kernel in a step."""
 SEQUENCES = 160
 """Sequences whose heads fill a GPU, so that no keys are divided."""
+KEYS = {1: (100, 2500), SEQUENCES: (100, 300)}
+"""Lengths of a cache, for each number of sequences: one of a tile or two for each warp, and one of more."""
 
 
 def linears_error() -> float:
@@ -34,7 +36,7 @@ def linears_error() -> float:
 
 def attention_error() -> float:
     """Returns the largest error of fp4::attention, with the keys divided among thread blocks and not."""
-    return _largest("fp4::attention", _attention_error, (1, SEQUENCES))
+    return _largest("fp4::attention", _attention_error, tuple(KEYS))
 
 
 def update_cache_error() -> float:
@@ -93,15 +95,19 @@ def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
 
 def _attention_error(dtype: torch.dtype, device: str, sequences: int) -> float:
     """Returns the error of eight query heads over two heads of keys, with hidden keys and without, with sinks
-    and without.
+    and without. Of a longer cache, keys between others are hidden, too.
     """
     errors = []
-    for size in (64, 128):
+    short, _ = lengths = KEYS[sequences]
+    for size, length in itertools.product((64, 128), lengths):
         q, keys, values = (
             torch.randn(sequences, *shape, device=device).to(dtype)
-            for shape in ((1, 8, size), (2, 100, size), (2, 100, size))
+            for shape in ((1, 8, size), (2, length, size), (2, length, size))
         )
-        mask = torch.arange(100, device=device) < torch.randint(1, 100, (sequences, 1, 1, 1), device=device)
+        places = torch.arange(length, device=device)
+        mask = places < torch.randint(1, length, (sequences, 1, 1, 1), device=device)
+        if length > short:  # holes of a key to many tiles
+            mask = mask & (places % 200 < torch.randint(1, 200, (sequences, 1, 1, 1), device=device))
         sinks = torch.randn(8, device=device).to(dtype) * 4
         for seen, own in itertools.product((None, mask), (None, sinks)):
             got = torch.ops.fp4.attention(q, keys, values, seen, size**-0.5, own)
@@ -111,14 +117,16 @@ def _attention_error(dtype: torch.dtype, device: str, sequences: int) -> float:
 
 def _attended(q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None, sinks: Tensor | None) -> Tensor:
     """Computes attention in float64. A sink is a key of its own, whose value is 0."""
-    k, v = (t.double().repeat_interleave(q.shape[2] // keys.shape[1], 1) for t in (keys, values))
-    logits = q.double().transpose(1, 2) @ k.transpose(2, 3) * q.shape[3] ** -0.5
+    b, _, heads, size = q.shape
+    shared = b, keys.shape[1], heads // keys.shape[1]
+    logits = q.double().view(*shared, size) @ keys.double().mT * size**-0.5
+    v = values.double()
     if seen is not None:
         logits = logits.masked_fill(~seen, -math.inf)
     if sinks is not None:
-        sunk = sinks.double().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+        sunk = sinks.double().view(1, *shared[1:], 1).expand(*shared, 1)
         logits, v = torch.cat([logits, sunk], -1), F.pad(v, (0, 0, 0, 1))
-    return (logits.softmax(-1) @ v).transpose(1, 2)
+    return (logits.softmax(-1) @ v).view(q.shape)
 
 
 def _update_cache_error(dtype: torch.dtype, device: str, sequences: int) -> float:

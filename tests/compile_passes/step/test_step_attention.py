@@ -98,11 +98,9 @@ def test_a_layer_is_one_call(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["two tokens", "added mask", "mask of heads", "keys apart", "float32", "small heads", "long"]
+    "kind", ["two tokens", "added mask", "mask of heads", "keys apart", "float32", "small heads"]
 )
-def test_what_stays(kind, monkeypatch):
-    if kind == "long":
-        monkeypatch.setattr(attention, "MAX_BYTES", 1000)
+def test_what_stays(kind):
     done = run(Layer(kind))
     assert not done.calls(fp4.attention.default) and done.said == []
 
@@ -187,8 +185,7 @@ class Sunk(torch.nn.Module):
     "kind",
     ["", "5.17", "window", "no mask", "infinite", "not less", "one head each", "mask of sequences"],
 )
-def test_attention_with_sinks_is_one_call(kind, monkeypatch):
-    monkeypatch.setattr(attention, "MAX_BYTES", 0)  # which is for torch's own attention
+def test_attention_with_sinks_is_one_call(kind):
     done = run(Sunk(kind))
     (call,) = done.calls(fp4.attention.default)
     assert call.args[1].meta["val"].shape == (B, Q if kind == "one head each" else K, LENGTH, D)
@@ -223,6 +220,7 @@ def test_a_mask_that_hides_what_another_shows():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_check_of_the_first_use(monkeypatch, dtype):
     """By torch's operations, which serve a CPU; then with results that see every key, and without sinks."""
+    monkeypatch.setattr(trust, "KEYS", {1: (20, 50), 4: (20, 30)})
     assert max(trust._attention_error(dtype, "cpu", n) for n in (1, 4)) < trust.BOUND
     right = fp4.attention
     wrong = [

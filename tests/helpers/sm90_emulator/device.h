@@ -78,6 +78,7 @@ inline float __uint_as_float(uint32_t v) { return emulator::bits_as<float>(v); }
 inline float __int_as_float(int v) { return emulator::bits_as<float>(v); }
 inline uint32_t __float_as_uint(float v) { return emulator::bits_as<uint32_t>(v); }
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
+inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
 inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 inline float __fdividef(float a, float b) { return a / b; }
@@ -200,6 +201,12 @@ cudaError_t set_attribute(Kernel, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 
+template <class Kernel>
+cudaError_t max_active_clusters(int* count, Kernel, const cudaLaunchConfig_t*) {
+  *count = 1;
+  return cudaSuccess;
+}
+
 // Reports compute capability 9.0, whose kernels may overlap.
 template <class Kernel>
 cudaError_t func_attributes(cudaFuncAttributes* attributes, Kernel) {
@@ -220,5 +227,6 @@ cudaError_t nothing_to_wait_for(const Arguments&...) {
 #define cudaFuncGetAttributes emulator::func_attributes
 #define cudaLaunchKernelEx emulator::launch_config
 #define cudaFuncSetAttribute emulator::set_attribute
+#define cudaOccupancyMaxActiveClusters emulator::max_active_clusters
 #define cudaStreamCreateWithFlags emulator::nothing_to_wait_for
 #define cudaStreamWaitEvent emulator::nothing_to_wait_for

@@ -66,6 +66,17 @@ inline bool elect_lane() {
   return emulator::lane() == 0;
 }
 
+// Column i / 4 of the matrix has the lane's result: its halves are in rows 2 (i % 4) and 2 (i % 4) + 1.
+inline uint32_t transposed(uint32_t pair) {
+  const int lane = emulator::lane(), column = lane / 4, row = lane % 4 * 2;
+  uint32_t result = 0;
+  emulator::for_each_lane(pair, [&](int i, uint32_t its) {
+    for (int half = 0; half < 2; ++half)
+      if (i == (row + half) * 4 + column / 2) result |= (its >> column % 2 * 16 & 0xFFFF) << half * 16;
+  });
+  return result;
+}
+
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::wgmma_commit(); }
 template <int Pending>
