@@ -5,8 +5,8 @@ torch's attention kernel cannot begin while the kernel before it runs, and the p
 its weights while attention runs. If there is a mask, Inductor also copies it in each layer. And torch's
 kernel reads all keys, where fp4::attention reads only those that are seen: a static cache is seldom full. On
 an H200 torch's kernel was faster only if all keys of a long cache are seen: 16384 of 1 or 8 sequences, 4096
-of 64. It was up to 1.4 times as fast. Attention with sinks (gpt-oss) is written out as products and a softmax,
-over copies of keys and values for each query head.
+of 64. It was up to 1.4 times as fast. Attention with sinks (gpt-oss) is written out as products and a
+softmax, over copies of keys and values for each query head.
 """
 
 from __future__ import annotations
