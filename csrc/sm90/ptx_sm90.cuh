@@ -150,7 +150,8 @@ __device__ __forceinline__ bool elect_lane() {
   return elected != 0;
 }
 
-// Transposes a matrix of 8 rows of 16 bytes: lane i has the 4 bytes number i % 4 of row i / 4, before and after.
+// Transposes a matrix of 8 rows of 16 bytes: lane i has the 4 bytes number i % 4 of row i / 4, before and
+// after.
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   uint32_t other;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(pair));
