@@ -32,14 +32,18 @@ def decode() -> str:
 
 @table
 def whole_steps() -> str:
-    names = {"Qwen3-30B-A3B": "step_h200", "gpt-oss-120b": "step_gpt_oss_120b_h200"}
+    names = {
+        "step_h200": "Qwen3-30B-A3B",
+        "step_64_h200": "Qwen3-30B-A3B",
+        "step_gpt_oss_120b_h200": "gpt-oss-120b",
+    }
     lines = [
         [model, r["context"], r["batch"], r["ms"], r["tokens_per_s"], r["gb"]]
-        for model, name in names.items()
+        for name, model in names.items()
         for r in rows(name, "step")
     ]
     heads = ["model", "room in the cache", "sequences", "ms a step", "tokens/s", "tensors held, GB"]
-    return f"{grid(heads, lines)}\n\n{source(*names.values())}"
+    return f"{grid(heads, lines)}\n\n{source(*names)}"
 
 
 @table
