@@ -12,7 +12,7 @@
 # make test-hopper  some of the Hopper kernels' tests, others each time, on an emulated GPU (with a CUDA toolkit)
 # make test-sanitized  tests the CPU's operators under gcc's AddressSanitizer and UndefinedBehaviorSanitizer
 # make dev        builds what tests and tools see of host-only C++: a module of pybind11, which no wheel has
-# make lint       ruff, clang-format, mypy, and the first words of docstrings (release/docstrings.py)
+# make lint       ruff, clang-format, mypy, and docstrings: their first words, their lists of arguments (release/docstrings.py)
 # make docs       builds the documentation as a site into build/site; every link and anchor must lead somewhere
 # make wheel      builds a wheel for this machine and tries it in a new virtual environment
 # make wheels     both wheels that people install, x86-64 and aarch64, into dist/

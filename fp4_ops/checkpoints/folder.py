@@ -8,7 +8,7 @@ twice, in one file and in shards, only the single file is read.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,17 @@ class Folder:
     def of_file(self, file: Path) -> Iterator[TensorInfo]:
         """Yields the file's tensors in the order of their bytes."""
         return iter(sorted((t for t in self.tensors.values() if t.file == file), key=lambda t: t.offset))
+
+
+def headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, TensorInfo]:
+    """Reads the tensors of files that transformers has chosen from their headers alone, without a config and
+    an index. Only safetensors files are read. A second copy of a tensor replaces the first, as in
+    transformers."""
+    found: dict[str, TensorInfo] = {}
+    for file in map(Path, files):
+        if file.suffix == ".safetensors":
+            found |= read_header(file)
+    return found
 
 
 def check_folder(path: Path) -> None:

@@ -129,6 +129,12 @@ class Rules:
         operations: list[Any] = [] if pattern is None else list(self._by_pattern[pattern].operations)
         return [(o.dim0, o.dim1) for o in operations if type(o).__name__ == "Transpose"]
 
+    def parameter(self, name: str) -> str:
+        """Returns the name of the parameter that a weight fills or is a part of. Raises nothing."""
+        renamed, pattern = self.renamed(name)
+        numbered = self._numbered.target(renamed) if pattern is None else None
+        return renamed if numbered is None else numbered.parameter
+
     def __call__(self, name: str) -> Target:
         renamed, pattern = self.renamed(name)
         if pattern is None:
@@ -207,6 +213,12 @@ class _Numbered:
         return self._owners[key]
 
 
+def _above(name: str) -> list[str]:
+    """Returns the names of the modules around a module, without the model's own."""
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
 def place(
     model: nn.Module,
     weights: dict[str, StoredWeight],
@@ -277,7 +289,7 @@ class _Placer:
         parameter = None if module is None else module._parameters.get(attribute)
         if module is None and is_left_out(self.model, name):
             self.result.left[owner] = "the model has no such layer, and its family is known to leave it out"
-        elif module is None and self.fewer_layers and self._short(name) is not None:
+        elif module is None and self.fewer_layers and self._is_of_left_layer(name):
             self.result.left[owner] = "the given config has fewer layers than the folder"
         elif parameter is not None and stored.dialect.is_dense:
             self._dense(to, parameter, module, stored)
@@ -301,6 +313,18 @@ class _Placer:
                 "which cannot hold such weights. Leave it in bf16 when you quantise, or give the model class "
                 "that has the place (load_checkpoint's model_or_config)"
             )
+
+    def _is_of_left_layer(self, name: str) -> bool:
+        """Returns whether a weight is of a layer beyond the number of layers in the model's config.
+
+        Only the outermost list of the name counts. A list of experts that is too short is an error, even if
+        it is as long as the list of layers.
+        """
+        short = self._short(name)
+        if short is None or any(isinstance(self.modules[above], nn.ModuleList) for above in _above(short)):
+            return False
+        text = self.model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        return len(cast(nn.ModuleList, self.modules[short])) == getattr(text, "num_hidden_layers", None)
 
     def _short(self, name: str) -> str | None:
         """Returns the model's list of modules that is too short for a name, or None."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 
 from ...checkpoints.files import NO_CONFIG, OTHER_MODEL, PREFIXED, CheckpointError
-from ...checkpoints.folder import Folder
+from ...checkpoints.folder import headers
 from ...experts.find import form_of, is_experts
 from ...experts.names import wrapper_in
 from ...models.arriving import ArrivingExperts
@@ -66,8 +66,7 @@ def check_read(model: nn.Module, files: Iterable[str]) -> None:
 def _prefix(parameter: str, files: Iterable[str]) -> str:
     """Says how the files name the layer's experts, and how to load them by these names."""
     owner = parameter.rpartition(".")[0]
-    files = [file for file in files if file.endswith(".safetensors")]
-    infos = Folder.of_files(files).tensors if files else {}
+    infos = headers(files)
     keys = [name for name in infos if "expert" in name]
     parts = owner.split(".")
     for start in range(len(parts)):

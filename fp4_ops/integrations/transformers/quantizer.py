@@ -36,14 +36,15 @@ from ...checkpoints.dialects import (
 )
 from ...checkpoints.families import has_fewer_layers, register_families
 from ...checkpoints.files import OTHER_MODEL, CheckpointError, TensorInfo, read_json
-from ...checkpoints.folder import Folder
+from ...checkpoints.folder import Folder, headers
 from ...checkpoints.gguf import GGUF, OTHER_CONFIG, dense_of, layers_of
 from ...checkpoints.gguf import experts_of as gguf_experts
 from ...checkpoints.load import LoadReport, detach_places, fill
 from ...checkpoints.placement import Placement, place
 from ...checkpoints.ranks import announce, divide, kinds_of
 from ...checkpoints.shared import shared_experts
-from ...checkpoints.source import four_bit_weights, storage
+from ...checkpoints.source import four_bit_weights
+from ...checkpoints.unexplained import refuse_codes
 from ...experts.find import WHOLE_EXPERTS
 from ...meta.formats import FORMATS, check_activation_choice
 from ...meta.operand_checks import FLOATING_OR_DOUBLE
@@ -55,7 +56,7 @@ from . import expert_parallel
 from .on_load import PackOnLoad, check_read, shared_names
 from .save import name_failed_files, state_dict_for_saving
 from .shards import any_index, read_any_index
-from .unexplained import refuse_unexplained
+from .unexplained import refuse_unexplained, unexplained_refused
 
 METHOD = "fp4"
 """Our quant_method among transformers' quantizers."""
@@ -163,7 +164,7 @@ class FP4HfQuantizer(HfQuantizer):
         _check_sizes(model, self.quantization_config.ep_group)
         self._files = list(checkpoint_files or ())
         if self.stored is None:
-            _check_ordinary(checkpoint_files)
+            _check_ordinary(model, self._files)
             how = self.quantization_config
             arriving = ArrivingExperts(
                 model, how.format, how.activation, how.trainable_inputs, shared_names(model),
@@ -312,17 +313,16 @@ class FP4HfQuantizer(HfQuantizer):
         return True
 
 
-def _check_ordinary(files: list[str] | None) -> None:
+def _check_ordinary(model: Any, files: list[str]) -> None:
     """Raises CheckpointError for a folder that is quantised in a way that transformers does not know, and for
-    codes that its config does not explain."""
+    codes of the model's weights that its config does not explain."""
     path = Path(files[0]).parent if files else None
     if path is not None and (path / "config.json").exists() and stored_config(path) is not None:
         raise CheckpointError(
             f"fp4: {path} is quantised already, by a tool that transformers does not know: call "
             "fp4_ops.register_with_transformers() before from_pretrained, or fp4_ops.load_checkpoint"
         )
-    if files and all(file.endswith(".safetensors") for file in files):
-        storage(Folder.of_files(files))
+    refuse_codes(model, headers(files))
 
 
 def _dtypes_of(model: Any) -> dict[str, torch.dtype]:
@@ -458,7 +458,11 @@ def _with_gguf() -> Any:
 
 
 def register_quantizer() -> None:
-    """Registers quant_method and ep_implementation "fp4" in transformers. Nothing else changes."""
+    """Registers quant_method and ep_implementation "fp4" in transformers.
+
+    It also wraps `save_pretrained`, so that an error of the disk names the file for models with fp4's
+    quantizer, and two functions that choose the quantizer, for FP4Config. Other models behave as before.
+    """
     expert_parallel.register()
     name_failed_files(FP4HfQuantizer)
     if not hasattr(auto.AutoHfQuantizer.merge_quantization_configs, "_fp4_original"):
@@ -538,9 +542,9 @@ def registered() -> Iterator[None]:
         auto.AUTO_QUANTIZER_MAPPING,
     )
     before = [dict(m) for m in mappings]
-    configs, report = PretrainedConfig.__dict__["get_config_dict"], modeling_utils.log_state_dict_report
+    configs = PretrainedConfig.__dict__["get_config_dict"]
     try:
-        with any_index():
+        with any_index(), unexplained_refused():
             register_with_transformers()
             yield
     finally:
@@ -548,7 +552,6 @@ def registered() -> Iterator[None]:
             mapping.clear()
             mapping.update(old)
         PretrainedConfig.get_config_dict = configs  # type: ignore[method-assign]
-        modeling_utils.log_state_dict_report = report
         register_quantizer()
 
 

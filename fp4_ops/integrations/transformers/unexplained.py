@@ -1,50 +1,48 @@
-"""Refuses folders whose config.json has lost its quantization_config, after transformers has read them."""
+"""Refuses folders whose config.json has lost its quantization_config, when transformers reads them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import modeling_utils
+from transformers import PreTrainedModel
 
-from ...checkpoints.dialects import DIALECTS
-from ...checkpoints.files import NO_CONFIG, CheckpointError
-
-_OF_CODES = tuple(
-    {d.packed for d in DIALECTS.values() if d.packed not in ("", ".weight")}
-    | {
-        d.block_scale
-        for d in DIALECTS.values()
-        if "weight_" in d.block_scale or "_scale_inv" in d.block_scale
-    }
-)
-"""Endings of names that only tensors of quantised weights have."""
+from ...checkpoints.folder import headers
+from ...checkpoints.unexplained import refuse_codes
 
 
 def refuse_unexplained() -> None:
-    """Makes `from_pretrained` raise a CheckpointError for codes and scales that no config explains.
+    """Makes `from_pretrained` raise a CheckpointError for codes that no config explains, where the model asks
+    for a weight.
 
-    transformers would only list them as UNEXPECTED, and leave the weights at random. A second call changes
+    transformers would leave the weight at random, or take codes for its values. A second call changes
     nothing.
     """
-    original: Any = modeling_utils.log_state_dict_report
+    original: Any = PreTrainedModel._load_pretrained_model
     if hasattr(original, "_fp4_original"):
         return
 
     @functools.wraps(original)
-    def log_state_dict_report(
-        model: Any, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        info = kwargs.get("loading_info")
-        if info is not None and getattr(model.config, "quantization_config", None) is None:
-            names = sorted(name for name in info.unexpected_keys if name.endswith(_OF_CODES))
-            if names:
-                more = f" and {len(names) - 1} more tensors" * (len(names) > 1)
-                raise CheckpointError(
-                    f"fp4: {pretrained_model_name_or_path} has {names[0]}{more}, codes or scales of "
-                    f"quantised weights, {NO_CONFIG}"
-                )
-        return original(model, pretrained_model_name_or_path, *args, **kwargs)
+        if state_dict is None and getattr(model.config, "quantization_config", None) is None:
+            refuse_codes(model, headers(checkpoint_files or ()))
+        return original(model, state_dict, checkpoint_files, *args, **kwargs)
 
-    log_state_dict_report._fp4_original = original  # type: ignore[attr-defined]
-    modeling_utils.log_state_dict_report = log_state_dict_report
+    _load_pretrained_model._fp4_original = original  # type: ignore[attr-defined]
+    made: Any = staticmethod(_load_pretrained_model)
+    PreTrainedModel._load_pretrained_model = made  # type: ignore[method-assign]
+
+
+@contextmanager
+def unexplained_refused() -> Iterator[None]:
+    """Applies `refuse_unexplained` inside the context only."""
+    before: Any = PreTrainedModel.__dict__["_load_pretrained_model"]
+    refuse_unexplained()
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = before  # type: ignore[method-assign]
