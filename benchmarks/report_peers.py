@@ -155,22 +155,21 @@ def vllm_experts() -> str:
 
 @table
 def vllm_engine() -> str:
-    heads = [
-        "sequences",
-        "vLLM, tokens/s",
-        "fp4_ops, tokens/s",
-        "ratio",
-        "prompts: vLLM, ms",
-        "fp4_ops, ms",
-        "/",
-    ]
-    found = rows("vllm_engine_h200", "engine")
-    lines: list[list[Cell]] = [
-        [a["batch"], a["decode_tokens_s"], b["decode_tokens_s"], b["speedup"],
-         a["prefill_ms"], b["prefill_ms"], b["prefill_speedup"]]
-        for a, b in zip(found[::2], found[1::2])
-    ]  # fmt: skip
-    return f"{grid(heads, lines)}\n\n{source('vllm_engine_h200')}"
+    names = "vllm_engine_demo_h200", "vllm_engine_turns_h200", "vllm_engine_h200"
+    heads = ["model", "layers", "sequences", "vLLM, tokens/s", "fp4_ops, tokens/s", "ratio",
+             "prompts: vLLM, ms", "fp4_ops, ms", "ratio", "kernels of a step: vLLM, ms",
+             "fp4_ops, ms"]  # fmt: skip
+    lines: list[list[Cell]] = []
+    for name in names:
+        kernels = {(r["batch"], r["engine"]): r["gpu_ms"] for r in rows(name, "gpu")}
+        found = rows(name, "engine")
+        lines += [
+            [a["model"], a["layers"], a["batch"], a["decode_tokens_s"], b["decode_tokens_s"], b["speedup"],
+             a["prefill_ms"], b["prefill_ms"], b["prefill_speedup"],
+             kernels.get((a["batch"], "vllm")), kernels.get((a["batch"], "fp4_ops"))]
+            for a, b in zip(found[::2], found[1::2])
+        ]  # fmt: skip
+    return f"{grid(heads, lines)}\n\n{source(*names)}"
 
 
 @table
