@@ -12,7 +12,6 @@ from torch import Tensor
 from .meta.dtensors import refuse_dtensors
 from .meta.layouts import LAYOUTS, block_scales, byte_view
 from .meta.torch_internals import make_wrapper_subclass, no_torch_function
-from .runtime import derived
 from .runtime.relayout import Operands, relayout
 
 aten = torch.ops.aten
@@ -288,7 +287,6 @@ def _copy(func: Any, w: FP4Tensor, source: Tensor, non_blocking: bool = False) -
     for to, value in zip(w._held(), source._held(), strict=True):
         if to is not None and value is not None:
             to.copy_(value, non_blocking)
-            derived.written(to)
     return w
 
 

@@ -84,8 +84,11 @@ class Turns {
   }
 
  private:
-  // Four bytes, each 0 or 1, as four bits.
-  __device__ __forceinline__ static uint32_t bits(uint32_t bytes) { return bytes * 0x10204080u >> 28; }
+  // Which of four bytes are not 0, as four bits. A byte of true may have any value but 0.
+  __device__ __forceinline__ static uint32_t bits(uint32_t bytes) {
+    const uint32_t tops = (((bytes & 0x7f7f7f7fu) + 0x7f7f7f7fu) | bytes) & 0x80808080u;
+    return tops * 0x00204081u >> 28;
+  }
 
   __device__ __forceinline__ uint32_t seen(int tile) const {
     if (tile >= tiles_) return 0;
@@ -114,7 +117,7 @@ class Turns {
 
 // ---- products ----
 
-// A lane's parts of the rows of a tile, of keys 16 m + first + step i.
+// A lane's parts of the rows of a tile, of keys 16 m + key(i).
 template <int kSize, int kRows, int kPieces, int kStride>
 struct Rows {
   static constexpr int kGroups = Lanes<kSize>::kGroups;

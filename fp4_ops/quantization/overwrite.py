@@ -15,7 +15,6 @@ from ..experts.packed import deinterleave, interleave
 from ..meta.dtensors import split_over_processes
 from ..meta.formats import FORMATS
 from ..meta.layouts import block_scales, byte_view
-from ..runtime import derived
 from ..runtime.relayout import Operands, relayout
 from . import find_method, quantize_weight
 from .methods import without_calibration
@@ -32,7 +31,6 @@ def copy_into(memory: Tensor, values: Tensor) -> None:
     """
     with torch.inference_mode() if memory.is_inference() else nullcontext():
         memory.copy_(values)
-    derived.written(memory)
 
 
 @dataclass(frozen=True)

@@ -158,7 +158,9 @@ def test_int4_is_quantised_anew_when_asked(kind, format, tmp_path):
 def test_fp4_is_never_converted(tmp_path):
     fp4_ops.prepare(model := tiny(), "nvfp4")
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"requantize is 'mxfp4'; nvfp4-pack-quantized holds nvfp4: not"):
+    with pytest.raises(
+        ValueError, match=r"requantize is 'mxfp4'; nvfp4-pack-quantized holds nvfp4, which is not"
+    ):
         fp4_ops.load_checkpoint(None, tmp_path, requantize="mxfp4")
 
 

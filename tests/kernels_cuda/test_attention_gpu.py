@@ -195,10 +195,11 @@ def at_odd_address(t):
         "caches apart",
         "odd address",
         "odd addresses",
+        "mask of other bytes",
     ],
 )
 def test_operands_that_are_views(view):
-    b, length = 3, 40
+    b, length = 3, 640
     q, keys, values = (
         torch.randn(b, *s, 64, device="cuda").half() for s in ((1, 4), (2, length), (2, length))
     )
@@ -206,6 +207,8 @@ def test_operands_that_are_views(view):
     sinks = torch.randn(8, device="cuda").half()[::2] if view == "sinks apart" else None
     if view == "mask of all":
         mask = mask[:1].expand(b, -1, -1, -1)
+    if view == "mask of other bytes":  # any byte but 0 is true
+        mask = (mask * torch.randint(1, 256, mask.shape, device="cuda")).to(torch.uint8).view(torch.bool)
     if view == "mask apart":
         mask = mask.repeat_interleave(2, -1)[..., ::2]
         assert mask.stride(3) == 2

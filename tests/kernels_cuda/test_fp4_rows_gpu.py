@@ -155,13 +155,11 @@ def operators(family, format, launches, monkeypatch):
     from fp4_ops.backends.triton import operators, tiles
     from fp4_ops.backends.triton.scaled import support
 
-    monkeypatch.setattr(
-        native,
-        "takes",
-        lambda w, a_format: (
-            scaled.takes(w.n, w.k) and a_format == w.fmt.name and a_format in family.launcher.KINDS
-        ),
-    )
+    def fits(w, a_format, rows=None):
+        return scaled.takes(w.n, w.k) and a_format == w.fmt.name and a_format in family.launcher.KINDS
+
+    monkeypatch.setattr(native, "takes", fits)
+    monkeypatch.setattr(native, "multiplies", fits)
     monkeypatch.setattr(support, "takes", lambda *_: False)  # as with an older Triton on 12.1
     capability = divmod(family.capability, 10)
     tiles.pretend(tiles.Device(f"like {family.name}", capability, family.shared_bytes, 48))

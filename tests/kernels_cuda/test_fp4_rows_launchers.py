@@ -111,14 +111,11 @@ def test_scales_with_a_sign_become_nan():
     assert torch.equal(values, scale[0].clamp(max=0x7F))
 
 
-@pytest.mark.parametrize("inference", [False, True])
-def test_operators_tell_the_version_of_their_argument(inference):
-    """Inside an operator a view has its own version, and in inference mode none."""
-    ops = pytest.importorskip("fp4_ops.backends.triton.ops")
-    w = SimpleNamespace(format=FORMATS["nvfp4"], groups=2, n=8, k=64)
-    scale = random_scale(2, 8, 4).view(torch.float8_e4m3fn)
-    scale.view(torch.uint8).add_(1)
-    with torch.inference_mode(inference):
-        given = torch.zeros(2, 8, 32, dtype=torch.uint8), scale, torch.ones(2), None
-        assert ops.weight(*given, w).scale_version == 1
-        assert (ops.weight(given[0], scale.clone(), *given[2:], w).scale_version is None) == inference
+@pytest.mark.parametrize("capability, fewest", [((10, 0), 64), ((12, 0), 0)])
+def test_few_rows_are_left_to_triton(capability, fewest, gpu):
+    """On 10.x each call arranges the scales of all four groups."""
+    gpu(capability)
+    codes = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    w = SimpleNamespace(codes=codes, fmt=FORMATS["nvfp4"], groups=4, n=128, k=256)
+    assert native.multiplies(w, "nvfp4") and native.takes(w, "nvfp4", fewest)
+    assert not native.takes(w, "nvfp4", fewest - 1) and not native.takes(w, "mxfp4", 10**6)

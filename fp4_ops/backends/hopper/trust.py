@@ -94,21 +94,21 @@ def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
 
 
 def _attention_error(dtype: torch.dtype, device: str, sequences: int) -> float:
-    """Returns the error of eight query heads over two heads of keys, with hidden keys and without, with sinks
-    and without. Of a longer cache, keys between others are hidden, too.
+    """Returns the error of eight and 32 query heads over two heads of keys, with hidden keys and without,
+    with sinks and without. Of a longer cache, keys between others are hidden, too.
     """
     errors = []
     short, _ = lengths = KEYS[sequences]
-    for size, length in itertools.product((64, 128), lengths):
+    for size, length, heads in itertools.product((64, 128), lengths, (8, 32)):
         q, keys, values = (
             torch.randn(sequences, *shape, device=device).to(dtype)
-            for shape in ((1, 8, size), (2, length, size), (2, length, size))
+            for shape in ((1, heads, size), (2, length, size), (2, length, size))
         )
         places = torch.arange(length, device=device)
         mask = places < torch.randint(1, length, (sequences, 1, 1, 1), device=device)
         if length > short:  # holes of a key to many tiles
             mask = mask & (places % 200 < torch.randint(1, 200, (sequences, 1, 1, 1), device=device))
-        sinks = torch.randn(8, device=device).to(dtype) * 4
+        sinks = torch.randn(heads, device=device).to(dtype) * 4
         for seen, own in itertools.product((None, mask), (None, sinks)):
             got = torch.ops.fp4.attention(q, keys, values, seen, size**-0.5, own)
             errors.append(relative_error(got, _attended(q, keys, values, seen, own)))

@@ -27,6 +27,8 @@ DENSE, CONTIGUOUS, MASKED = range(3)
 """Values of `RowMode` in csrc/device/interface.h."""
 CANDIDATES = 4
 """Number of candidates in csrc/sm120/scaled_host.cuh."""
+FEWEST_ROWS = 0
+"""Rows of x for each group, on average, from which on the kernels are used."""
 
 _POINTERS = (
     *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out", "group_rows"),
@@ -65,8 +67,6 @@ class Weights(NamedTuple):
     """float32 [groups], or None for ones."""
     bias: Tensor | None
     format: str
-    scale_version: int | None = None
-    """torch's count of writes to `scale`, or None if it is unknown."""
 
 
 class Route(NamedTuple):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ...runtime.derived import derived
 from .library import DTYPE_CODES, address, call, stream
 from .scaled import Route, Rows, Weights, aligned, candidate_name, has_kernels, with_scales_of
 
@@ -22,6 +21,10 @@ KINDS = ("nvfp4",)
 """Formats of the rows and weights that the kernels multiply."""
 CANDIDATES = 3
 """Number of candidates in csrc/sm100/products_host.cuh."""
+FEWEST_ROWS = 16
+"""Rows of x for each group, on average, from which on the kernels are used. Each call arranges the scales of
+all weights: it reads and writes a quarter as many bytes as the weights have. With fewer rows most of them
+would be of weights that no row reads."""
 SCALE_BYTES = 16
 """Rows of scales begin at multiples of this number of bytes."""
 TILE, PART = 128, 4
@@ -60,9 +63,10 @@ def swizzled(scale: Tensor) -> Tensor:
     tensor cores read scales without signs.
     """
     groups, n, columns = scale.shape
-    words = pad(scale.view(torch.uint8).clamp(max=NAN), (0, 0, 0, -n % TILE)).view(torch.int32)
-    blocks = words.view(groups, -1, 4, TILE // 4, columns // PART).permute(0, 1, 4, 3, 2)
-    return blocks.contiguous().view(groups, -1).view(torch.uint8)
+    padded = scale.view(torch.uint8) if n % TILE == 0 else pad(scale.view(torch.uint8), (0, 0, 0, -n % TILE))
+    rows = padded.view(groups, -1, 4, TILE // 4, columns // PART, PART).permute(0, 1, 4, 3, 2, 5)
+    blocks = torch.empty(rows.shape, dtype=torch.uint8, device=scale.device)
+    return torch.clamp(rows, max=NAN, out=blocks).view(groups, -1)
 
 
 # --- launches ---
@@ -79,7 +83,7 @@ def arguments(
     """
     x = with_scales_of(x._replace(packed=aligned(x.packed)), SCALE_BYTES)
     groups, n, bytes_of_k = w.packed.shape
-    codes, scales = aligned(w.packed), derived(w.scale, w.scale_version, swizzled)
+    codes, scales = aligned(w.packed), swizzled(w.scale)
     return ProductArguments(
         x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(codes),
         scales=address(scales), global_scale=address(w.global_scale), bias=address(w.bias), out=address(out),

@@ -68,7 +68,7 @@ def product(prepare, a, m: int, w: ops.WeightArgs, dtype: torch.dtype, *args, **
         x, factor = rows_of(*a)
         return ops.run_product(prepare, x, m, w, dtype, *args, a_factor=factor, **kwargs)
 
-    return or_else(w, a_format, fp4, other, cuda.takes(w, a_format))
+    return or_else(w, a_format, fp4, other, cuda.takes(w, a_format, m))
 
 
 def mm(
@@ -171,7 +171,8 @@ def moe(
     w_up = ops.weight(w13, w13_scale, w13_global_scale, w13_bias, up)
     w_down = ops.weight(w2, w2_scale, w2_global_scale, w2_bias, down)
     arguments = x, topk_ids, topk_weights, w_up, w_down, activation, out_dtype
-    native = cuda.takes(w_up, a_format) and cuda.takes(w_down, a_format)
+    rows = topk_ids.numel()
+    native = cuda.takes(w_up, a_format, rows) and cuda.takes(w_down, a_format, rows)
     return or_else(w_up, a_format, lambda: scaled.moe(*arguments), lambda: run(*arguments), native)
 
 

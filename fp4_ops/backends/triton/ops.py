@@ -37,8 +37,6 @@ class WeightArgs(NamedTuple):
     n: int
     k: int
     fmt: Format
-    scale_version: int | None = None
-    """torch's count of writes to the scales, or None if it is unknown."""
 
 
 class Activations(NamedTuple):
@@ -96,7 +94,6 @@ def weight(b, b_scale, b_global_scale, bias, w: operand_checks.Weight) -> Weight
         w.n,
         w.k,
         w.format,
-        None if b_scale.is_inference() else b_scale._version,
     )
 
 

@@ -39,8 +39,16 @@ def launcher(device_index: int | None) -> ModuleType | None:
     return next((each for each in (scaled, scaled_sm100) if each.built(device_index)), None)
 
 
-def takes(w: WeightArgs, a_format: str) -> bool:
-    """True if the kernels multiply rows of `a_format` by this weight, and passed the check."""
+def takes(w: WeightArgs, a_format: str, rows: int) -> bool:
+    """True if the kernels are used for `rows` rows of `a_format` and this weight."""
+    if not multiplies(w, a_format):
+        return False
+    kernels = launcher(w.codes.device.index)
+    return kernels is not None and rows >= w.groups * kernels.FEWEST_ROWS
+
+
+def multiplies(w: WeightArgs, a_format: str) -> bool:
+    """True if the kernels can multiply rows of `a_format` by this weight, and passed the check."""
     if not w.codes.is_cuda or a_format != w.fmt.name or w.fmt.element != "e2m1":
         return False
     return scaled.takes(w.n, w.k) and w.groups <= MOST_GROUPS and runs(a_format, w.codes.device.index)
@@ -163,9 +171,8 @@ def multiply(
     """Computes `out` as `multiply` of launchers/scaled.py does, with the kernels of the GPU."""
     shape = w.groups, w.n
     weights = scaled.Weights(
-        w.codes.view(*shape, -1), w.scale.view(*shape, -1), w.global_scale, w.bias, w.fmt.name,
-        w.scale_version,
-    )  # fmt: skip
+        w.codes.view(*shape, -1), w.scale.view(*shape, -1), w.global_scale, w.bias, w.fmt.name
+    )
     kernels = launcher(a.packed.device.index)
     assert kernels is not None
     kernels.multiply(a, weights, out, m, route, a_div, config)

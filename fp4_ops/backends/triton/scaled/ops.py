@@ -90,7 +90,7 @@ def run_triton(prepare, a: Rows, m: int, w: WeightArgs, out: torch.Tensor, *args
 def product(prepare, a: Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *args, **kwargs) -> torch.Tensor:
     """Returns out [m, w.n], as ops.run_product. Raises NoTile if no kernel can run here."""
     out = torch.empty((m, w.n), dtype=out_dtype, device=a.packed.device)
-    if out.numel() and native.takes(w, w.fmt.name):
+    if out.numel() and native.takes(w, w.fmt.name, m):
         rows, route = native_route(prepare, m, *args)
         native.multiply(a, w, out, rows, route)
     elif out.numel():
@@ -149,9 +149,9 @@ def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> 
     """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H], without bias and
     routing weight.
     """
-    if native.takes(up, up.fmt.name) and native.takes(down, down.fmt.name):
-        return _native_experts(x, topk_ids, up, down, activation)
     rows, device = topk_ids.numel(), device_of(x.device)
+    if all(native.takes(w, w.fmt.name, rows) for w in (up, down)):
+        return _native_experts(x, topk_ids, up, down, activation)
     a = _quantized(x, up.fmt)
     up_spec = _spec(ops.prepare_indexed, a, up, torch.float32, topk_ids.shape[1])
     # The hidden rows are quantised like x, and padded for their own K.

@@ -99,7 +99,7 @@ def times(shape: Shape, format: str, timer: Timer) -> Iterator[Time]:
     codes = torch.randint(0, 256, (*lead, k // 2), device=place, dtype=torch.uint8)
     scales = torch.randint(low, high, (*lead, k // fmt.block), device=place).to(torch.uint8)
     factor = torch.full((groups,), 1e-3, device=place) if fmt.has_global_scale else None
-    weights = [WeightArgs(c, s, factor, None, groups, n, k, fmt, 0) for c, s in zip(codes, scales)]
+    weights = [WeightArgs(c, s, factor, None, groups, n, k, fmt) for c, s in zip(codes, scales)]
     bytes_of_one = (codes[0].nbytes + scales[0].nbytes) / groups
     layout = preferred_layout("cuda", (n, k), dtype=torch.bfloat16, format=format, a_format="none")
     packed = [_packed(w, layout, dense=operator == "mm") for w in weights]
@@ -160,7 +160,7 @@ def _launches(
                 prepare, a, m, weights[i % len(weights)], out, *routes[i % len(routes)][0]
             ),
         )
-    if not native.takes(weights[0], fmt.name):
+    if not native.multiplies(weights[0], fmt.name):
         return
     kernels = native.launcher(place.index)
     assert kernels is not None
