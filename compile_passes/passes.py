@@ -298,8 +298,12 @@ def _is_told(found: Refusal, downs: list[fx.Node], by_product: set[fx.Node]) -> 
     like down products, and products before a step that is not an activation."""
     about = set(downs)
     if found.kind in (Kind.BETWEEN, Kind.SUM_BETWEEN):
-        about |= nearest_products(n for down in downs for n in down.all_input_nodes)
+        about |= _products_before(downs)
     return not by_product.isdisjoint(about)
+
+
+def _products_before(downs: list[fx.Node]) -> set[fx.Node]:
+    return nearest_products(n for down in downs for n in down.all_input_nodes)
 
 
 def _without_router(
@@ -314,7 +318,7 @@ def _without_router(
         if isinstance(block, Refusal):
             if not evidence.may_be_routed(downs):
                 found |= dict.fromkeys(downs, Refusal(Kind.SIDE_BY_SIDE, downs[-1], (len(downs),)))
-        elif evidence.of_mixture(block):
+        elif evidence.of_mixture(block, {*downs, *_products_before(downs)}):
             experts |= block.weights
         else:
             found |= dict.fromkeys(downs, Refusal(Kind.UNROUTED, downs[-1], (block.common.down.ref.node,)))

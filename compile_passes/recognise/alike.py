@@ -24,6 +24,7 @@ from ..graph.nodes import (
     FLOATING,
     RESHAPES,
     SWAPS,
+    after,
     aten,
     has_chosen_rows,
     is_op,
@@ -102,7 +103,7 @@ class Alike:
 
 _Ends: TypeAlias = "tuple[dict[int, list[fx.Node]], Collection[fx.Node]]"
 """Two things: the nodes that depend on several outputs, by the set of these outputs as bits; and all nodes
-that depend on any output."""
+that depend on any output, up to products with weights and norms."""
 
 
 class Search:
@@ -318,18 +319,24 @@ class Search:
                 continue
             sums = sorted((bits for bits in ends if bits & bit), key=int.bit_count, reverse=True)[:_TRIED]
             tried = ((bits, n) for bits in sums for n in ends[bits])
-            whole = next((bits for bits, n in tried if self._combines(n, matcher, bits.bit_count(), made)), 0)
+            whole = next((bits for bits, n in tried if self._combines(n, matcher, bits, list(of), made)), 0)
             if not whole:
                 return False
             proved |= whole
         return True
 
-    def _combines(self, node: fx.Node, matcher: Matcher, count: int, made: Collection[fx.Node]) -> bool:
+    def _combines(
+        self, node: fx.Node, matcher: Matcher, bits: int, outputs: list[fx.Node], made: Collection[fx.Node]
+    ) -> bool:
+        """Return whether a node adds those outputs that `bits` names with a router's weights."""
         try:
             found = matcher.match(node, True, lambda n: n in made)
         except Refused:
             return False
-        return found.downs == count and self._evidence.tells_apart(found, made)
+        own = [n for i, n in enumerate(outputs) if bits >> i & 1]
+        # Scores may read the outputs through products and norms, where `made` ends. They may read outputs of
+        # an earlier block, which are in `made`, too.
+        return found.downs == len(own) and self._evidence.tells_apart(found, after(*own))
 
 
 class _Combination(Matcher):

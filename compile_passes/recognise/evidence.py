@@ -28,6 +28,7 @@ from ..graph.nodes import (
     RESHAPES,
     SWAPS,
     aten,
+    behind,
     has_chosen_rows,
     is_grouped_mm,
     is_op,
@@ -208,27 +209,31 @@ class Evidence:
         scores = (n for f in b.factors if E in free_axes(f) for n in _nodes(f))
         return any(n in self._soft and n not in made for n in scores)
 
-    def of_mixture(self, m: Mixture) -> bool:
+    def of_mixture(self, m: Mixture, products: Collection[fx.Node]) -> bool:
         """Return whether a router decides which rows the experts of a block get, or how their outputs are
-        weighted."""
+        weighted.
+
+        products: the block's own products. Products of other blocks may have the same parameters.
+        """
         b = m.common
         if any(self.named(w) for w in m.weights):
             return True
-        if len({other.up for other in m.two}) == 1:
-            return False
-        weights = m.weights
+        after_shared = b.up == m.two[1].up
+        weights = m.weights - {u.ref.node for u in b.up} if after_shared else m.weights
 
         def of_experts(n: fx.Node) -> bool:
-            return is_op(n, *PRODUCTS) and any(through(i, *_VIEWS) in weights for i in n.all_input_nodes)
+            return n in products and any(through(i, *_VIEWS) in weights for i in n.all_input_nodes)
 
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
             return self.chosen(ids.node) and not _depends(ids.node, of_experts, b.x.node)
-        # Without an activation, scores that are not limited by a softmax or a sigmoid make the block a
-        # bilinear layer.
-        scores = self._soft if b.act.term is UP else self._data
+        # Without an activation, or after a layer that all experts share, scores that are not limited by a
+        # softmax or a sigmoid make the block a bilinear layer. If the layer itself reads the factors, it
+        # computes their weights (CondConv).
+        scores = self._soft if after_shared or b.act.term is UP else self._data
+        read = behind(b.x.node) if after_shared else ()
         found = (n for t in (*b.factors, *b.scales, *b.chosen) for n in _nodes(t) if n in scores)
-        if any(not _depends(n, of_experts, b.x.node) for n in found):
+        if any(n not in read and not _depends(n, of_experts, b.x.node) for n in found):
             return True
         if b.place is None:
             return False

@@ -184,6 +184,36 @@ class AdapterFusion(nn.Module):
         return x + torch.einsum("bta,btah->bth", scores.softmax(-1), y)
 
 
+@own("attention over branches of one Linear", 2, 9, H)
+class SelectiveLinear(SelectiveKernel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(H, H) for _ in range(3))
+
+
+@own("attention over adapters with a norm", 2, 9, H)
+class FusionOfNorms(AdapterFusion):
+    def __init__(self) -> None:
+        super().__init__()
+        ffn = (
+            nn.Sequential(nn.Linear(H, 48), nn.LayerNorm(48), nn.GELU(), nn.Linear(48, H)) for _ in range(3)
+        )
+        self.adapters = nn.ModuleList(ffn)
+
+
+@own("two branches, their sum squeezed (SENet)", 2, 9, H)
+class SqueezeAndExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(H, H) for _ in range(2))
+        self.squeeze, self.excite = nn.Linear(H, 32), nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (branch(x) for branch in self.branches)
+        gates = self.excite(F.relu(self.squeeze((first + second).mean(1)))).sigmoid()[:, None]
+        return gates[..., :1] * first + gates[..., 1:] * second
+
+
 @own("heads weighted by their own norms", 2, 9, H)
 class WeightedByNorms(nn.Module):
     def __init__(self) -> None:
@@ -216,6 +246,20 @@ class ConditionalKernel(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kernels = torch.einsum("bn,nhk->bhk", self.route(x).sigmoid(), self.w)
         return torch.einsum("bh,bhk->bk", x, kernels)
+
+
+@own("a kernel for each example, after a ReLU", 9, H)
+class KernelAfterRelu(ConditionalKernel):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.relu(x))
+
+
+@own("a kernel for each sequence, by its mean", 2, 9, H)
+class KernelByMean(ConditionalKernel):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(x)
+        kernels = torch.einsum("bn,nhk->bhk", self.route(x.mean(1)).sigmoid(), self.w)
+        return torch.einsum("bth,bhk->btk", x, kernels)
 
 
 # --- heads of one trunk ---

@@ -139,6 +139,107 @@ class GatheredRouter(OneMatrix):
         return (scores / 0.7).softmax(-1).topk(2, -1).values
 
 
+class Trunk(nn.Module):
+    """Experts of one Linear after a layer that they share."""
+
+    def __init__(self, rank: int = INTER) -> None:
+        super().__init__()
+        self.gate, self.up, self.w = nn.Linear(H, E), nn.Linear(H, rank), parameter(E, rank, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2, -1)
+        y = torch.einsum("ti,tkih->tkh", F.relu(self.up(x)), self.w[ids])
+        return (y * weights[..., None]).sum(1)
+
+
+@routed("fp4::indexed_mm")
+class TrunkThenGathered(Trunk):
+    pass
+
+
+@routed("fp4::indexed_mm")
+class TrunkThenList(Trunk):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(INTER, H) for _ in range(E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, h = self.gate(x).softmax(-1), F.relu(self.up(x))
+        return sum(scores[:, e, None] * layer(h) for e, layer in enumerate(self.layers))
+
+
+@routed("fp4::mm")
+class TrunkThenGate(Trunk):
+    """An MMoE head: the gate reads the trunk's output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(INTER, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.relu(self.up(x))
+        return torch.einsum("ti,eih,te->th", h, self.w, self.gate(h).softmax(-1))
+
+
+@routed("fp4::indexed_mm")
+class SharedFactor(Trunk):
+    """HydraLoRA: the first factor of a product of small rank is shared."""
+
+    def __init__(self) -> None:
+        super().__init__(rank=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("tr,erh,te->th", self.up(x), self.w, self.gate(x).softmax(-1))
+
+
+def dense(scores: Tensor) -> Tensor:
+    """[T, E]: scores of the two experts that were chosen, and 0."""
+    weights, ids = scores.softmax(-1).topk(2, -1)
+    return torch.zeros_like(scores).scatter(-1, ids, weights)
+
+
+class Steps(nn.Module):
+    """Routers of a later step read the outputs of experts in the same parameters."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList(nn.Linear(H, E) for _ in range(2))
+        self.w1, self.w2, self.norm = (
+            parameter(*layers, E, H, INTER),
+            parameter(*layers, E, INTER, H),
+            nn.LayerNorm(H),
+        )
+
+    def mixed(self, x: Tensor, scores: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+        h = F.gelu(torch.einsum("th,ehi->tei", x, w1))
+        return torch.einsum("teh,te->th", torch.einsum("tei,eih->teh", h, w2), scores)
+
+
+@routed("fp4::indexed_mm", "fp4::indexed_mm")
+class Refinement(Steps):
+    """Experts read the input, routers the state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x)
+        for gate in self.gates:
+            state = state + self.mixed(x, dense(gate(self.norm(x + state))), self.w1, self.w2)
+        return state
+
+
+@routed("fp4::indexed_mm", "fp4::indexed_mm")
+class AllLayersInOneParameter(Steps):
+    """Experts of the second layer read what those of the first read (ScMoE)."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(x)
+        for layer, gate in enumerate(self.gates):
+            x = x + self.mixed(rows, dense(gate(self.norm(x))), self.w1[layer], self.w2[layer])
+        return x
+
+
 class Half(nn.Module):
     """A graph behind a graph break gets rows of experts that another graph dispatched."""
 

@@ -26,6 +26,7 @@ UNROUTED = {
     "the best of several heads (multiple choice learning)": 1, "a kernel for each example (CondConv)": 1,
     "attention, then an FFN for each task": 1, "attention, then an FFN with a norm for each task": 1,
     "attention, then a layer for each task": 1,
+    "a kernel for each example, after a ReLU": 1, "a kernel for each sequence, by its mean": 1,
 }  # fmt: skip
 """How many products are told of, with what would make them experts'."""
 
