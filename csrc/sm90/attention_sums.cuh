@@ -87,7 +87,7 @@ struct Sum {
 // Each warp of a block has a sum for each of `kHeads` heads.
 template <int kSize, int kHeads, int kWarps>
 struct SharedSums {
-  // Of the heads that this block adds up: head h from block r is row h / splits * splits + r.
+  // Rows for the heads that this block adds up. Row h / splits * splits + r has block r's sum of head h.
   static constexpr int kArrived = kHeads > most_splits(kSize) ? kHeads : most_splits(kSize);
 
   float4 values[kWarps][kHeads][kSize / 4];

@@ -92,6 +92,11 @@ class TensorInfo:
     def nbytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Returns whether it has floating-point numbers of 16 bits or more."""
+        return self.dtype.is_floating_point and self.dtype.itemsize > 1
+
     def row(self, i: int) -> TensorInfo:
         """Returns entry i along the first dimension, as a tensor of its own."""
         row = replace(self, name=f"{self.name}[{i}]", shape=self.shape[1:])
@@ -112,6 +117,12 @@ class TensorInfo:
 
     def __str__(self) -> str:
         return f"tensor {self.name} of {self.file}"
+
+
+def unexplained(codes: TensorInfo) -> CheckpointError:
+    """Returns the error for codes of a weight that no config explains."""
+    dtype = str(codes.dtype).removeprefix("torch.")
+    return CheckpointError(f"fp4: {codes} is {dtype}: codes of a quantised weight, {NO_CONFIG}")
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:

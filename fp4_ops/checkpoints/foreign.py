@@ -36,6 +36,10 @@ class Foreign:
     file: str = ""
     """A pattern for the names of its files, if it has no safetensors files with transformers' names."""
 
+    def refusal(self, folder: Path, tensor: str) -> str:
+        """Returns the error's text for a folder with a tensor that only this tool writes."""
+        return f"fp4: {folder} is quantised by {self.what}: it has {tensor}. That is not read. {self.advice}"
+
 
 FOREIGN = (
     Foreign("bitsandbytes", QUANTIZE, ("bitsandbytes",), tensor=r"\.quant_state\.bitsandbytes__\w+|\.SCB"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .dialects import DIALECTS, Dialect, StoredWeight, dialects_of, stored_config, stored_weights
-from .files import INCOMPLETE, NO_CONFIG, CheckpointError, TensorInfo
+from .files import INCOMPLETE, CheckpointError, TensorInfo, unexplained
 from .folder import INDEX, SINGLE, Folder
 from .foreign import of_config, of_tensors
 
@@ -48,15 +48,11 @@ def storage(folder: Folder) -> dict[str, Any] | None:
         return stored
     if (found := of_tensors(folder.tensors)) is not None:
         kind, name = found
-        raise CheckpointError(
-            f"fp4: {folder.path} is quantised by {kind.what}: it has {name}. That is not read. {kind.advice}"
-        )
+        raise CheckpointError(kind.refusal(folder.path, name))
     ends = tuple(d.packed for d in DIALECTS.values() if d.packed)
     for info in folder.tensors.values():
-        codes = info.dtype.itemsize == 1 or not info.dtype.is_floating_point
-        if codes and info.name.endswith(ends):
-            dtype = str(info.dtype).removeprefix("torch.")
-            raise CheckpointError(f"fp4: {info} is {dtype}: codes of a quantised weight, {NO_CONFIG}")
+        if info.name.endswith(ends) and not info.is_ordinary:
+            raise unexplained(info)
     return None
 
 

@@ -11,18 +11,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from .dialects import DIALECTS
-from .files import NO_CONFIG, CheckpointError, TensorInfo
+from .files import CheckpointError, TensorInfo, unexplained
 from .foreign import FOREIGN, Foreign
 from .placement import rules
 
 _PACKED = tuple({d.packed for d in DIALECTS.values()} - {"", ".weight"})
 _SCALES = tuple({d.block_scale for d in DIALECTS.values()})
 _FOREIGN = [(kind, re.compile(f"(?:{kind.tensor})$")) for kind in FOREIGN if kind.tensor]
-
-
-def is_ordinary(info: TensorInfo) -> bool:
-    """Returns whether a tensor has floating-point numbers of 16 bits or more."""
-    return info.dtype.is_floating_point and info.dtype.itemsize > 1
 
 
 def refuse_codes(model: Any, tensors: Mapping[str, TensorInfo]) -> None:
@@ -44,16 +39,12 @@ def refuse_codes(model: Any, tensors: Mapping[str, TensorInfo]) -> None:
             own = state.get(place)
             if own is None or not own.is_floating_point() or place in tied:
                 continue
-            if place in tensors and is_ordinary(tensors[place]):
+            if place in tensors and tensors[place].is_ordinary:
                 continue
             info = tensors.get(weight, tensors[name])
             if kind is not None:
-                raise CheckpointError(
-                    f"fp4: {info.file.parent} is quantised by {kind.what}: it has {name}. That is not read. "
-                    f"{kind.advice}"
-                )
-            dtype = str(info.dtype).removeprefix("torch.")
-            raise CheckpointError(f"fp4: {info} is {dtype}: codes of a quantised weight, {NO_CONFIG}")
+                raise CheckpointError(kind.refusal(info.file.parent, name))
+            raise unexplained(info)
 
 
 def _weights_of(name: str, tensors: Mapping[str, TensorInfo]) -> list[tuple[Foreign | None, tuple[str, ...]]]:
@@ -61,7 +52,7 @@ def _weights_of(name: str, tensors: Mapping[str, TensorInfo]) -> list[tuple[Fore
     hold them as ordinary ones, and the tool that uses such names."""
     found: list[tuple[Foreign | None, tuple[str, ...]]] = []
     for end in _PACKED:
-        if name.endswith(end) and not is_ordinary(tensors[name]):
+        if name.endswith(end) and not tensors[name].is_ordinary:
             found.append((None, _candidates(name.removesuffix(end))))
     for end in _SCALES:
         if name.endswith(end):
@@ -73,7 +64,7 @@ def _weights_of(name: str, tensors: Mapping[str, TensorInfo]) -> list[tuple[Fore
     return [
         (kind, weights)
         for kind, weights in found
-        if weights and not any(w in tensors and is_ordinary(tensors[w]) for w in weights)
+        if weights and not any(w in tensors and tensors[w].is_ordinary for w in weights)
     ]
 
 

@@ -98,7 +98,7 @@ def test_scalar_kernels(emulated):
 
 def script() -> list[str]:
     """Returns test_cpu_dispatch.py and its arguments: a seed, one in how many cases, and the activations.
-    What is neither float32 nor int8 becomes float32 before the kernels."""
+    Activations that are neither float32 nor int8 become float32 before the kernels."""
     seed = str(torch.randint(0, 2**31, ()).item())
     return [str(Path(__file__).with_name("test_cpu_dispatch.py")), seed, DRAW, "f32", "int8"]
 

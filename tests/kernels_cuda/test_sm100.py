@@ -193,7 +193,7 @@ def test_any_scales(config, kernels):
 
 @pytest.mark.parametrize("config", range(len(TOKENS)))
 def test_a_row_with_a_nan_or_negative_scale_is_nan(config, kernels):
-    """Of rows and of weights. The other rows stay as they are."""
+    """A scale of rows and one of weights are wrong. The other rows stay as they are."""
     case = Case("contiguous", [9, 20], 56, 320)
     want = case.expected().float()
     for row, change in zip(random.sample(range(29), 2), (128, 127)):
