@@ -27,9 +27,18 @@ std::string beside_this_library(const std::string& file) {
   return path.substr(0, path.rfind('/') + 1) + file;
 }
 
-// Returns advice about a CUDA error. fp4_ops/runtime/cuda_errors.py has the same text.
+// Returns advice about a number that a launcher returned: a cudaError_t or a LaunchError.
+// fp4_ops/runtime/cuda_errors.py has the same text.
 const char* advice(int error) {
   switch (error) {
+    case -1:
+      return "the kernel takes no such sizes or addresses, and fp4_ops should not have chosen it. Send the "
+             "maintainers this message and the sizes of the operands";
+    case -2:
+      return "the GPU's driver has no cuTensorMapEncodeTiled, which came with CUDA 12. Update the driver";
+    case -3:
+      return "a thread block of this GPU may not have as much shared memory as any of these kernels needs. "
+             "Convert the weights to layout=\"plain\", which has other kernels";
     case 2:
       return "the GPU's memory is full. Free some, or run fewer tokens at once";
     case 35:
@@ -200,7 +209,8 @@ DeviceKind device_kind(int index) {
 
 void check_launch(int error, const char* what) {
   if (error != 0)
-    throw std::runtime_error(std::string("fp4: ") + what + " failed with CUDA error " +
+    throw std::runtime_error(std::string("fp4: ") + what +
+                             (error < 0 ? " launched nothing, reason " : " failed with CUDA error ") +
                              std::to_string(error) + ": " + advice(error));
 }
 

@@ -1,8 +1,8 @@
 // C interface of the libraries of kernels, such as `_sm90.so`. It needs neither torch nor CUDA, so the
 // operators (csrc/cuda) and the kernels share one definition of each struct.
 //
-// Pointers are device pointers unless a comment says otherwise. Launchers return a cudaError_t as an int, 0
-// is success, and launch on the current device.
+// Pointers are device pointers unless a comment says otherwise. Launchers return 0 for
+// success, a cudaError_t or a LaunchError, and launch on the current device.
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,13 @@ enum class DType : int { kFloat32, kBFloat16, kFloat16, kFloat8 };
 enum class Act : int { kNone, kSilu, kGelu, kGeluTanh };
 enum class Routing : int { kOffs, kIds32, kIds64, kMasked, kDense };
 enum class RowMode : int { kDense = 0, kContiguous = 1, kMasked = 2 };
+
+// Why nothing was launched. fp4_ops/runtime/cuda_errors.py and csrc/cuda/library.cpp have a text for each.
+enum LaunchError : int {
+  kBadArgument = -1,      // the kernel does not take these sizes or addresses
+  kNoDriver = -2,         // the driver has no function that makes tensor maps
+  kTooLittleShared = -3,  // no candidate fits into the shared memory of a thread block
+};
 
 // The prefill kernels, named after the rows that they take, or after int4 weights. kFp8: fp8 rows. kHalf:
 // fp16 rows as Form::kHalf makes them. kBf16: bfloat16 rows. kFp16: fp16 rows in plain order. kInt8: int8

@@ -13,8 +13,6 @@
 
 namespace fp4::device {
 
-constexpr int kBadArgument = -1;
-
 // ---- the model of a launch's time ----
 
 // The expected number of groups that have rows, and how many rows these have. Only the device knows the true

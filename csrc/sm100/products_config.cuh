@@ -4,6 +4,7 @@
 
 #include "../device/prefill_schedule.cuh"
 #include "../device/types.cuh"
+#include "products.h"
 
 namespace fp4::sm100 {
 
@@ -26,14 +27,8 @@ constexpr int kMostShared = 232448;
 constexpr int kCopyWarp = 0, kProductWarp = 1, kScaleWarp = 2, kScaleWarps = 2, kStoreWarp = 4;
 constexpr int kStoreThreads = 4 * kWarp, kThreads = kStoreWarp * kWarp + kStoreThreads;
 
-struct Problem {
+struct Problem : ScaledProduct {
   Tiling tiling;
-  const uint8_t *x_scales, *scales;
-  const float *x_factor, *global_scale;
-  const void* bias;
-  void* out;
-  DType bias_type, out_type;
-  int n, k, x_scale_bytes;
 };
 
 // MaxTokens: of a tile. Stages: the steps that fit in shared memory.

@@ -6,13 +6,11 @@
 #include <cstdint>
 #include <iterator>
 
-#include "../device/prefill_host.cuh"
-#include "products.h"
+#include "../device/scaled_host.cuh"
+#include "../device/tensor_map.cuh"
 #include "products_kernel.cuh"
 
 namespace fp4::sm100 {
-
-constexpr int kNoDriver = -2;
 
 struct Candidate {
   const char* name;
@@ -42,34 +40,6 @@ constexpr Candidate kCandidates[] = {
 };
 constexpr int kCandidateCount = std::size(kCandidates);
 
-// Returns the candidate with the fewest tokens that hold a group of the expected size. Nothing was measured.
-inline int choose(const ProductArguments& a) {
-  const int rows = ExpectedRows(a.mode, a.groups, a.m).many();
-  int found = kCandidateCount - 1;
-  while (found > 0 && kCandidates[found].tokens < rows) --found;
-  return found;
-}
-
-inline bool is_valid(const ProductArguments& a) {
-  return a.groups >= 1 && a.m >= 0 && a.n >= 8 && a.n % 8 == 0 && a.k >= kPart && a.k % kPart == 0 &&
-         a.x_scale_bytes >= a.k / 16 && a.x_scale_bytes % 16 == 0 && a.config < kCandidateCount &&
-         (a.mode == RowMode::kDense ? a.groups == 1 : a.group_rows != nullptr);
-}
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-inline Encode driver_encode() {
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                               cudaEnableDefault, &result);
-    const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
-    return found ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
-  return encode;
-}
-
 // Makes the map of packed codes [rows, k / 2], copied in swizzled boxes of 128 bytes by `box_rows`.
 inline bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int k, uint32_t box_rows) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k / 2), static_cast<cuuint64_t>(rows)};
@@ -81,9 +51,9 @@ inline bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int 
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Returns 0, a cudaError_t, kBadArgument or kNoDriver.
-inline int run(const ProductArguments& a) {
-  if (!is_valid(a)) return kBadArgument;
+// Returns 0, a cudaError_t or a LaunchError.
+inline int run(const ScaledProduct& a) {
+  if (!is_valid(a, kPart, 16, kCandidateCount)) return kBadArgument;
   if (a.m == 0) return 0;
   CurrentGpu gpu;
   if (const cudaError_t error = current_gpu(gpu); error != cudaSuccess) return error;
@@ -94,21 +64,10 @@ inline int run(const ProductArguments& a) {
   if (!encode_codes(&codes, a.codes, int64_t(a.groups) * a.n, a.k, kRows) ||
       !encode_codes(&x, a.x, rows, a.k, kBoxRows))
     return kBadArgument;
-  Problem problem = {};
-  problem.tiling = {{a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, kRows), ceil_div(a.k, kStep), 0};
-  problem.x_scales = static_cast<const uint8_t*>(a.x_scales);
-  problem.scales = static_cast<const uint8_t*>(a.scales);
-  problem.x_factor = a.x_factor;
-  problem.global_scale = a.global_scale;
-  problem.bias = a.bias;
-  problem.out = a.out;
-  problem.bias_type = a.bias_type;
-  problem.out_type = a.out_type;
-  problem.n = a.n;
-  problem.k = a.k;
-  problem.x_scale_bytes = a.x_scale_bytes;
-  const Candidate& chosen = kCandidates[a.config >= 0 ? a.config : choose(a)];
-  return chosen.launch(codes, x, problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
+  const Problem problem = {
+      a, {{a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, kRows), ceil_div(a.k, kStep), 0}};
+  return kCandidates[choose(kCandidates, a)].launch(codes, x, problem, gpu.multiprocessors,
+                                                    static_cast<cudaStream_t>(a.stream));
 }
 
 }  // namespace fp4::sm100

@@ -10,9 +10,7 @@
 // Nobody has run this on such a GPU. docs/kernels.md says what was compared with what.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "../device/product.cuh"
 #include "../sm90/ptx_sm90.cuh"
 #include "products_config.cuh"
 #include "ptx_sm100.cuh"
@@ -275,7 +273,8 @@ class ProductBlock {
           const int64_t row = tile.row + token + i;
           float factor = global;
           if (problem_.x_factor != nullptr) factor *= __ldg(problem_.x_factor + row);
-          store_one(row * problem_.n + column, __uint_as_float(values[i]) * factor + bias);
+          const float value = __uint_as_float(values[i]) * factor + bias;
+          store_one(problem_.out, row * problem_.n + column, value, problem_.out_type);
         }
       }
       tensor_fence_before();
@@ -285,16 +284,6 @@ class ProductBlock {
     zero_unused_rows(problem_.tiling.rows, static_cast<uint4*>(problem_.out), vectors,
                      blockIdx.x * kStoreThreads + threadIdx.x - kStoreWarp * kWarp,
                      gridDim.x * kStoreThreads);
-  }
-
-  __device__ __forceinline__ void store_one(int64_t at, float value) const {
-    if (problem_.out_type == DType::kFloat32) {
-      static_cast<float*>(problem_.out)[at] = value;
-    } else if (problem_.out_type == DType::kBFloat16) {
-      static_cast<__nv_bfloat16*>(problem_.out)[at] = __float2bfloat16_rn(value);
-    } else {
-      static_cast<__half*>(problem_.out)[at] = __float2half_rn(value);
-    }
   }
 
   Shared& shared_;

@@ -4,6 +4,7 @@
 
 #include "../device/prefill_schedule.cuh"
 #include "../device/types.cuh"
+#include "scaled.h"
 
 namespace fp4::sm120 {
 
@@ -17,16 +18,8 @@ constexpr int kScaleBytes = 16;  // room in shared memory for a row's scales of 
 constexpr int kInfoSlots = 8;    // tiles that are known: those in flight, and two more
 constexpr int kMostShared = 101376;
 
-struct Problem {
+struct Problem : ScaledArguments {
   Tiling tiling;
-  const uint8_t *x, *x_scales, *codes, *scales;
-  const float *x_factor, *global_scale;
-  const void* bias;
-  void* out;
-  const int32_t* sorted_rows;
-  DType bias_type, out_type;
-  int n, k, a_div;
-  int x_scale_bytes, scale_bytes;  // of a row
 };
 
 // A block has WarpsM x WarpsN warps. Each has TilesM x 16 weight rows and 1 / WarpsN of the tokens. Stages:
@@ -38,7 +31,7 @@ struct ScaledConfig {
   static constexpr int WarpsM = WarpsM_, WarpsN = WarpsN_, TilesM = TilesM_, Stages = Stages_;
   static constexpr int Threads = kWarp * WarpsM * WarpsN, Rows = 16 * TilesM * WarpsM;
   static constexpr int MaxTokens = Widths::kMost, Eights = MaxTokens / WarpsN / 8;
-  static constexpr int StepScales = kStep / (kNvfp4 ? 16 : 32);  // bytes of scales of a row and a step
+  static constexpr int ScaleBlock = kNvfp4 ? 16 : 32, StepScales = kStep / ScaleBlock;  // of a row
   // If K is an odd multiple of 64, every other row of mxfp4's scales begins in the middle of a word.
   static constexpr int ScaleWords = kNvfp4 ? 4 : 3;
   static_assert(MaxTokens % (16 * WarpsN) == 0 && Stages >= 2 && Stages + 1 < kInfoSlots);

@@ -1,13 +1,11 @@
 // The host side of the products of FP4 rows by FP4 weights: the candidates, the choice among them, launches.
 #pragma once
 
-#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <iterator>
 
-#include "../device/prefill_host.cuh"
-#include "scaled.h"
+#include "../device/scaled_host.cuh"
 #include "scaled_kernel.cuh"
 
 namespace fp4::sm120 {
@@ -45,49 +43,19 @@ constexpr Candidate kCandidates[] = {
 };
 constexpr int kCandidateCount = std::size(kCandidates<true>);
 
-// Returns the candidate with the fewest tokens that hold a group of the expected size. Nothing was measured.
-inline int choose(const ScaledArguments& a) {
-  const int rows = ExpectedRows(a.mode, a.groups, a.m).many();
-  int found = kCandidateCount - 1;
-  while (found > 0 && kCandidates<true>[found].tokens < rows) --found;
-  return found;
-}
-
-inline bool is_valid(const ScaledArguments& a) {
-  return a.groups >= 1 && a.m >= 0 && a.n >= 8 && a.n % 8 == 0 && a.k >= kPart && a.k % kPart == 0 &&
-         a.a_div >= 1 && a.x_scale_bytes % 4 == 0 && a.config < kCandidateCount &&
-         (a.mode != RowMode::kDense || a.groups == 1) &&
-         (a.sorted_rows == nullptr || a.mode == RowMode::kContiguous);
-}
-
-// Returns 0, a cudaError_t, or kBadArgument.
+// Returns 0, a cudaError_t or a LaunchError.
 inline int run(const ScaledArguments& a) {
-  if (!is_valid(a)) return kBadArgument;
+  if (!is_valid(a, kPart, 4, kCandidateCount) || a.a_div < 1 ||
+      (a.sorted_rows != nullptr && a.mode != RowMode::kContiguous))
+    return kBadArgument;
   if (a.m == 0) return 0;
   CurrentGpu gpu;
   if (const cudaError_t error = current_gpu(gpu); error != cudaSuccess) return error;
   if (gpu.major != 12) return cudaErrorNoKernelImageForDevice;
-  const int number = a.config >= 0 ? a.config : choose(a);
+  const int number = choose(kCandidates<true>, a);
   const Candidate& chosen = a.nvfp4 ? kCandidates<true>[number] : kCandidates<false>[number];
-  Problem problem = {};
-  problem.tiling = {
-      {a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, chosen.rows), ceil_div(a.k, kStep), 0};
-  problem.x = static_cast<const uint8_t*>(a.x);
-  problem.x_scales = static_cast<const uint8_t*>(a.x_scales);
-  problem.codes = static_cast<const uint8_t*>(a.codes);
-  problem.scales = static_cast<const uint8_t*>(a.scales);
-  problem.x_factor = a.x_factor;
-  problem.global_scale = a.global_scale;
-  problem.bias = a.bias;
-  problem.out = a.out;
-  problem.sorted_rows = a.sorted_rows;
-  problem.bias_type = a.bias_type;
-  problem.out_type = a.out_type;
-  problem.n = a.n;
-  problem.k = a.k;
-  problem.a_div = a.a_div;
-  problem.x_scale_bytes = a.x_scale_bytes;
-  problem.scale_bytes = a.k / (a.nvfp4 ? 16 : 32);
+  const Problem problem = {
+      a, {{a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, chosen.rows), ceil_div(a.k, kStep), 0}};
   return chosen.launch(problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
 }
 

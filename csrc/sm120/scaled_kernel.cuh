@@ -10,12 +10,10 @@
 // Nobody has run this on such a GPU. docs/kernels.md says what was compared with what.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <new>
 #include <type_traits>
 
+#include "../device/product.cuh"
 #include "../device/ptx.cuh"
 #include "ptx_sm120.cuh"
 #include "scaled_config.cuh"
@@ -91,6 +89,8 @@ class ScaledBlock {
 
   // ---- copies ----
 
+  __device__ __forceinline__ int weight_scale_bytes() const { return problem_.k / Config::ScaleBlock; }
+
   // The step that is fetched next.
   struct Cursor {
     int slot = 0;             // of its TileInfo, whose width is 0 after the last tile
@@ -133,7 +133,7 @@ class ScaledBlock {
       bool wanted = row < min(rows, Most) && word < Config::ScaleWords;
       const int64_t begin = wanted ? row_of(row) * scale_bytes : 0;
       const int64_t from = (begin + step_at) / 4 * 4 + word * 4;
-      wanted = wanted && from < begin + problem_.scale_bytes;
+      wanted = wanted && from < begin + weight_scale_bytes();
       copy_4(smem_address(to_scales) + row * kScaleBytes + word * 4, scales + from, wanted);
     }
   }
@@ -146,7 +146,7 @@ class ScaledBlock {
                                       problem_.x_scales, problem_.x_scale_bytes, cursor_.rows,
                                       [&](int row) { return int64_t(shared_.source[slot][row]); });
       copy_rows<Config::Rows, 2>(shared_.codes[stage], shared_.scales[stage], problem_.codes, problem_.scales,
-                                 problem_.scale_bytes, cursor_.weight_rows,
+                                 weight_scale_bytes(), cursor_.weight_rows,
                                  [&](int row) { return cursor_.weight_row + row; });
       cursor_.stage = stage + 1 == Config::Stages ? 0 : stage + 1;
       if (++cursor_.step == cursor_.steps) {
@@ -195,7 +195,7 @@ class ScaledBlock {
         smem_address(shared_.codes[stage_]) + (first_row + 2 * row + matrix % 2) * kRowBytes;
     const uint32_t x = smem_address(shared_.x[stage_]) + (first_token + matrix / 2 * 8 + row) * kRowBytes;
     const uint32_t scales = smem_address(shared_.scales[stage_]) + (first_row + 2 * g + odd) * kScaleBytes +
-                            (odd ? problem_.scale_bytes % 4 : 0);
+                            (odd ? weight_scale_bytes() % 4 : 0);
     const uint32_t x_scales = smem_address(shared_.x_scales[stage_]) + (first_token + g) * kScaleBytes;
 #pragma unroll
     for (int i = 0; i < kStep / kPart; ++i) {
@@ -267,19 +267,9 @@ class ScaledBlock {
           const float nan = __int_as_float(0x7FFFFFFF);
           const float even = token_nan || even_nan[m] ? nan : (e ? d.y : d.x) * factor + bias[m].x;
           const float odd = token_nan || odd_nan[m] ? nan : (e ? d.w : d.z) * factor + bias[m].y;
-          store_pair(at + m * 16, even, odd);
+          store_pair(problem_.out, at + m * 16, even, odd, problem_.out_type);
         }
       }
-    }
-  }
-
-  __device__ __forceinline__ void store_pair(int64_t at, float even, float odd) const {
-    if (problem_.out_type == DType::kFloat32) {
-      static_cast<float2*>(problem_.out)[at / 2] = make_float2(even, odd);
-    } else if (problem_.out_type == DType::kBFloat16) {
-      static_cast<__nv_bfloat162*>(problem_.out)[at / 2] = __floats2bfloat162_rn(even, odd);
-    } else {
-      static_cast<__half2*>(problem_.out)[at / 2] = __floats2half2_rn(even, odd);
     }
   }
 

@@ -14,8 +14,6 @@
 
 namespace fp4::sm80 {
 
-constexpr int kTooLittleShared = -3;
-
 // The properties of a GPU that the choice uses.
 struct Device {
   int sms;
@@ -184,7 +182,7 @@ inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   return bytes;
 }
 
-// Returns 0, a cudaError_t, or a negative error: kBadArgument, kTooLittleShared.
+// Returns 0, a cudaError_t or a LaunchError.
 inline int run(const Candidates& candidates, const PrefillArguments& a, const Device& device) {
   const bool int8 = candidates.count > 0 && candidates.list[0].int8;
   if (!is_valid(a, int8 ? 1 : 2, candidates.count)) return kBadArgument;

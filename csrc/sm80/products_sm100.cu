@@ -5,7 +5,7 @@
 
 using namespace fp4::sm100;
 
-extern "C" int fp4_kernel_products(const ProductArguments* arguments) { return run(*arguments); }
+extern "C" int fp4_kernel_products(const fp4::device::ScaledProduct* arguments) { return run(*arguments); }
 
 extern "C" int fp4_kernel_products_configs() { return kCandidateCount; }
 

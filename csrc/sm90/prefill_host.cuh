@@ -8,12 +8,11 @@
 #include <cstdint>
 
 #include "../device/prefill_host.cuh"
+#include "../device/tensor_map.cuh"
 #include "fitted.h"
 #include "prefill_kernel.cuh"
 
 namespace fp4::sm90 {
-
-constexpr int kNoDriver = -2;
 
 using Launch = int (*)(const Problem&, const Maps&, int sms, cudaStream_t);
 
@@ -158,20 +157,6 @@ inline Choice choose(const Candidates& candidates, const Size& size, int given =
 
 // ---- tensor maps ----
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-inline Encode driver_encode() {
-  static Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult result;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
-                                                         cudaEnableDefault, &result);
-    return error == cudaSuccess && result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function)
-                                                                         : nullptr;
-  }();
-  return encode;
-}
-
 // `promotion`: the least that L2 fetches. Only scales use it: codes would arrive 4 to 7 % more slowly
 // (docs/kernels.md, "How fast weights can arrive").
 inline bool encode_map(CUtensorMap* map, CUtensorMapDataType type, int rank, void* base,
@@ -224,7 +209,7 @@ inline int64_t workspace_bytes(const Candidates& candidates, int sms) {
   return bytes + kWord;
 }
 
-// Returns 0, a cudaError_t, or a negative error: -1 bad argument, -2 no driver entry for tensor maps.
+// Returns 0, a cudaError_t or a LaunchError.
 inline int run(const Candidates& candidates, const PrefillArguments& a) {
   const bool wide = candidates.list[0].element != Element::kE4m3;  // a copy does not interpret the values
   const auto x_type = wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8;

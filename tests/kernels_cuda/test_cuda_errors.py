@@ -15,9 +15,11 @@ def test_cpp_has_the_same_words():
     source = (ROOT / "csrc/cuda/library.cpp").read_text()
     body = source.split("const char* advice(int error) {")[1].split("\n}\n")[0]
     found, numbers = {}, []
-    for case, default, text in re.findall(r'case (\d+):|(default):|return ((?:"[^"]*"\s*)+);', body):
+    string = r'"((?:[^"\\]|\\.)*)"'
+    one = r"case (-?\d+):|(default):|return ((?:\"(?:[^\"\\]|\\.)*\"\s*)+);"
+    for case, default, text in re.findall(one, body):
         if text:
-            words = "".join(re.findall(r'"([^"]*)"', text))
+            words = "".join(re.findall(string, text)).replace('\\"', '"')
             found.update(dict.fromkeys(numbers, words))
             numbers = []
         else:
@@ -25,9 +27,23 @@ def test_cpp_has_the_same_words():
     assert found == {**cuda_errors.ADVICE, "default": cuda_errors.OTHERWISE}
 
 
-@pytest.mark.parametrize("error", [2, 700, 1])
+WORDS = {
+    2: "run fewer tokens at once", 700: "Start it again with CUDA_LAUNCH_BLOCKING=1", 1: "run again",
+    -1: "takes no such sizes", -2: "Update the driver", -3: "shared memory",
+}  # fmt: skip
+
+
+def test_every_reason_of_the_kernels_has_words():
+    """`LaunchError` lists the negative numbers that launchers return."""
+    source = (ROOT / "csrc/device/interface.h").read_text()
+    body = source.split("enum LaunchError : int {")[1].split("};")[0]
+    reasons = {int(number) for number in re.findall(r"= (-\d+),", body)}
+    assert reasons == {error for error in cuda_errors.ADVICE if error < 0} == {e for e in WORDS if e < 0}
+
+
+@pytest.mark.parametrize("error", WORDS)
 def test_a_launch_that_fails_says_what_to_do(error, monkeypatch):
-    words = {2: "run fewer tokens at once", 700: "Start it again with CUDA_LAUNCH_BLOCKING=1", 1: "run again"}
+    happened = "failed with CUDA error" if error > 0 else "launched nothing, reason"
     failing = types.SimpleNamespace(fp4_kernel_rows=lambda: error, fp4_nvlink_gather=lambda *_: error)
     monkeypatch.setattr(native, "family", lambda _: 90)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
@@ -37,7 +53,5 @@ def test_a_launch_that_fails_says_what_to_do(error, monkeypatch):
         ("fp4_kernel_rows", lambda: library.call("fp4_kernel_rows")),
         ("fp4_nvlink_gather", lambda: nvlink.launch("gather", nvlink.Failure(), None)),
     ):
-        with pytest.raises(
-            RuntimeError, match=rf"^fp4: {what} failed with CUDA error {error}: .*{words[error]}"
-        ):
+        with pytest.raises(RuntimeError, match=rf"^fp4: {what} {happened} {error}: .*{WORDS[error]}"):
             call()

@@ -123,7 +123,7 @@ def other_factor(given):
 
 
 def shifted_scales(given):
-    given.scales += 16 if isinstance(given, scaled_sm100.ProductArguments) else 1
+    given.scales += 1 if isinstance(given, scaled.ScaledArguments) else 16
 
 
 def no_bias(given):

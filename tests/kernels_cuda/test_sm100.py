@@ -16,7 +16,8 @@ import reference
 import torch
 from conftest import SEED
 
-from fp4_ops.backends.launchers.scaled_sm100 import ProductArguments, swizzled
+from fp4_ops.backends.launchers.scaled import ScaledProduct
+from fp4_ops.backends.launchers.scaled_sm100 import swizzled
 
 ASKED = os.environ.get("FP4_KERNEL_ARCHS", "")
 pytestmark = [
@@ -96,7 +97,7 @@ class Case:
             "scales": scales, "global_scale": self.w.factor, "bias": self.bias, "out": out,
             "group_rows": group_rows,
         }  # fmt: skip
-        given = ProductArguments(
+        given = ScaledProduct(
             **{name: t.data_ptr() for name, t in tensors.items() if t is not None},
             m=self.m, groups=groups, n=n, k=k, x_scale_bytes=x_scale.shape[1], config=config,
             mode=MODES[self.mode], out_type=OUT[self.out],

@@ -43,7 +43,7 @@ SIGNATURES = {
     "fp4_kernel_pack": [POINTER, POINTER, LONG, INT, INT, INT, INT, POINTER, POINTER, POINTER],
     "fp4_kernel_dequantize": [POINTER, POINTER, POINTER, LONG, LONG, INT, INT, INT, POINTER, INT, POINTER],
 }
-"""Argument types of each launcher. All launchers return a cudaError_t."""
+"""Argument types of each launcher. All launchers return 0, a cudaError_t or a LaunchError."""
 
 
 @functools.cache

@@ -32,18 +32,24 @@ FEWEST_ROWS = 0
 
 _POINTERS = (
     *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out", "group_rows"),
-    *("sorted_rows", "stream"),
+    "stream",
 )
 _NUMBERS = (
-    *("m", "groups", "n", "k", "a_div", "x_scale_bytes", "nvfp4", "config", "mode", "out_type"),
+    *("m", "groups", "n", "k", "x_scale_bytes", "nvfp4", "config", "mode", "out_type"),
     "bias_type",
 )
 
 
-class ScaledArguments(ctypes.Structure):
-    """`ScaledArguments` of csrc/sm120/scaled.h."""
+class ScaledProduct(ctypes.Structure):
+    """`ScaledProduct` of csrc/device/scaled.h."""
 
     _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _NUMBERS]
+
+
+class ScaledArguments(ScaledProduct):
+    """`ScaledArguments` of csrc/sm120/scaled.h."""
+
+    _fields_ = [("sorted_rows", ctypes.c_void_p), ("a_div", ctypes.c_int)]
 
 
 class Rows(NamedTuple):
@@ -118,6 +124,27 @@ def with_scales_of(x: Rows, size: int) -> Rows:
     return x._replace(scale=aligned(scale))
 
 
+def shared_arguments(
+    x: Rows, w: Weights, w_scale: Tensor, scale_bytes: int, out: Tensor, m: int, route: Route, config: int
+) -> tuple[dict[str, int | None], tuple[Tensor, ...]]:
+    """Returns the fields of `ScaledProduct` and the tensors that they point to.
+
+    `w_scale`: the weights' scales in the order that the kernels take. `scale_bytes`: rows of scales of x
+    begin at multiples of it.
+    """
+    x = with_scales_of(x._replace(packed=aligned(x.packed)), scale_bytes)
+    codes = aligned(w.packed)
+    groups, n, bytes_of_k = codes.shape
+    return dict(
+        x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(codes),
+        scales=address(w_scale), global_scale=address(w.global_scale), bias=address(w.bias),
+        out=address(out), group_rows=address(route.group_rows), stream=stream(), m=m, groups=groups, n=n,
+        k=2 * bytes_of_k, x_scale_bytes=x.scale.shape[1], nvfp4=FORMATS[w.format].has_global_scale,
+        config=config, mode=route.mode, out_type=DTYPE_CODES[out.dtype],
+        bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
+    ), (x.packed, x.scale, codes, w_scale)  # fmt: skip
+
+
 def arguments(
     x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
 ) -> tuple[ScaledArguments, tuple[Tensor, ...]]:
@@ -126,18 +153,8 @@ def arguments(
 
     `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1.
     """
-    x = with_scales_of(x._replace(packed=aligned(x.packed)), SCALE_BYTES)
-    w = w._replace(packed=aligned(w.packed), scale=aligned(w.scale))
-    groups, n, bytes_of_k = w.packed.shape
-    return ScaledArguments(
-        x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(w.packed),
-        scales=address(w.scale), global_scale=address(w.global_scale), bias=address(w.bias),
-        out=address(out), group_rows=address(route.group_rows), sorted_rows=address(route.sorted_rows),
-        stream=stream(), m=m, groups=groups, n=n, k=2 * bytes_of_k, a_div=a_div,
-        x_scale_bytes=x.scale.shape[1], nvfp4=FORMATS[w.format].has_global_scale, config=config,
-        mode=route.mode, out_type=DTYPE_CODES[out.dtype],
-        bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
-    ), (x.packed, x.scale, w.packed, w.scale)  # fmt: skip
+    given, alive = shared_arguments(x, w, aligned(w.scale), SCALE_BYTES, out, m, route, config)
+    return ScaledArguments(**given, sorted_rows=address(route.sorted_rows), a_div=a_div), alive
 
 
 def multiply(

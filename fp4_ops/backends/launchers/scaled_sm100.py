@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .library import DTYPE_CODES, address, call, stream
-from .scaled import Route, Rows, Weights, aligned, candidate_name, has_kernels, with_scales_of
+from .library import call
+from .scaled import Route, Rows, ScaledProduct, Weights, candidate_name, has_kernels, shared_arguments
 
 MAJOR = 10
 """Major compute capability of the GPUs whose tensor cores have the instruction."""
@@ -31,18 +31,6 @@ TILE, PART = 128, 4
 """Rows and scales of a row that a block of the weights' scales has."""
 NAN = 0x7F
 """NaN in e4m3, and the largest byte without a sign."""
-
-_POINTERS = (
-    *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out", "group_rows"),
-    "stream",
-)
-_NUMBERS = "m", "groups", "n", "k", "x_scale_bytes", "config", "mode", "out_type", "bias_type"
-
-
-class ProductArguments(ctypes.Structure):
-    """`ProductArguments` of csrc/sm100/products.h."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in _POINTERS] + [(name, ctypes.c_int) for name in _NUMBERS]
 
 
 @functools.cache
@@ -74,23 +62,15 @@ def swizzled(scale: Tensor) -> Tensor:
 
 def arguments(
     x: Rows, w: Weights, out: Tensor, m: int, route: Route, config: int = -1
-) -> tuple[ProductArguments, tuple[Tensor, ...]]:
+) -> tuple[ScaledProduct, tuple[Tensor, ...]]:
     """Returns the arguments of a launch, and the tensors that they point to. These must live until the
     launch.
 
     `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1. The
     route must have no `sorted_rows`.
     """
-    x = with_scales_of(x._replace(packed=aligned(x.packed)), SCALE_BYTES)
-    groups, n, bytes_of_k = w.packed.shape
-    codes, scales = aligned(w.packed), swizzled(w.scale)
-    return ProductArguments(
-        x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(codes),
-        scales=address(scales), global_scale=address(w.global_scale), bias=address(w.bias), out=address(out),
-        group_rows=address(route.group_rows), stream=stream(), m=m, groups=groups, n=n, k=2 * bytes_of_k,
-        x_scale_bytes=x.scale.shape[1], config=config, mode=route.mode, out_type=DTYPE_CODES[out.dtype],
-        bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
-    ), (x.packed, x.scale, codes, scales)  # fmt: skip
+    given, alive = shared_arguments(x, w, swizzled(w.scale), SCALE_BYTES, out, m, route, config)
+    return ScaledProduct(**given), alive
 
 
 def in_order(x: Rows, route: Route, a_div: int, m: int) -> tuple[Rows, Route, Tensor | None]:

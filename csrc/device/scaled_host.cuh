@@ -1,0 +1,30 @@
+// Host side that products of FP4 rows by FP4 weights have in common (csrc/sm100, csrc/sm120).
+#pragma once
+
+#include <cstddef>
+
+#include "prefill_host.cuh"
+#include "scaled.h"
+
+namespace fp4::device {
+
+// Returns whether the kernels can run this launch. `part`: K of an instruction. `scale_bytes`: rows of scales
+// begin at multiples of it.
+inline bool is_valid(const ScaledProduct& a, int part, int scale_bytes, int candidates) {
+  return a.groups >= 1 && a.m >= 0 && a.n >= 8 && a.n % 8 == 0 && a.k >= part && a.k % part == 0 &&
+         a.x_scale_bytes >= ceil_div(a.k, a.nvfp4 ? 16 : 32) && a.x_scale_bytes % scale_bytes == 0 &&
+         a.config < candidates && (a.mode == RowMode::kDense ? a.groups == 1 : a.group_rows != nullptr);
+}
+
+// Returns the number of the candidate that the caller wants, or of the one with the fewest tokens that hold a
+// group of the expected size. Candidates are in falling order of their tokens. Nothing was measured.
+template <class Candidate, size_t kCount>
+int choose(const Candidate (&candidates)[kCount], const ScaledProduct& a) {
+  if (a.config >= 0) return a.config;
+  const int rows = ExpectedRows(a.mode, a.groups, a.m).many();
+  int found = kCount - 1;
+  while (found > 0 && candidates[found].tokens < rows) --found;
+  return found;
+}
+
+}  // namespace fp4::device
