@@ -16,7 +16,11 @@ rounds, and each round begins with another process. Two rounds before them are n
 to the first process, the median of the rounds' ratios. --batches may name a batch twice (1,8,1), which shows
 whether the first was measured too early. gpu_ms, in rows of their own: the sum of all kernels' times in a
 decoding step, by torch.profiler, after everything else. If it is much less than a step takes, the GPU waits
-for the host. The longest kernels are printed to stderr.
+for the host. graphs, launches: how many CUDA graphs and how many single kernels the host launches in a step.
+The longest kernels are printed to stderr.
+
+--again: the first process's engine is started once more as `again`, and takes turns with the others. Its
+speedup shows how much of a ratio is noise.
 
 same_tokens: the share of the first process's greedy tokens that are the same. A model with random weights
 chooses almost by chance, so after one different token the texts have nothing in common; `demo` is more
@@ -63,6 +67,9 @@ BEST = 8
 """Tokens of a step whose log probabilities are compared."""
 LONGEST = 8
 """Kernels of a step that are printed."""
+LAUNCH = re.compile(r"cu(da)?(Graph)?Launch(Kernel(Ex)?(C)?(ExC)?)?(_v\d+|_ptsz)*")
+"""The driver's and the runtime's functions that launch a kernel or a graph."""
+GRAPHS, LAUNCHES = "graphs", "launches"
 DEMO = Path(__file__).parents[1] / "examples" / "demo_model"
 CPU = {
     "bf16": {"folder": "16"},
@@ -234,14 +241,19 @@ def best_of(step: dict[int, Any]) -> list[tuple[int, float]]:
 
 @contextlib.contextmanager
 def kernels() -> Iterator[dict[str, float]]:
-    """Yields a dict that afterwards has the times of all kernels in microseconds, by their names."""
+    """Yields a dict that afterwards has the times of all kernels in microseconds, by their names, and the
+    numbers of launches."""
     times: dict[str, float] = {}
-    activity = torch.profiler.ProfilerActivity.CUDA
-    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         yield times
         torch.cuda.synchronize()
     for event in profile.key_averages():
-        times[event.key] = times.get(event.key, 0.0) + event.self_device_time_total
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            times[event.key] = times.get(event.key, 0.0) + event.self_device_time_total
+        elif LAUNCH.fullmatch(event.key):
+            what = GRAPHS if "Graph" in event.key else LAUNCHES
+            times[what] = times.get(what, 0.0) + event.count
 
 
 class Engine:
@@ -286,20 +298,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--options", default="{}", help="more options of vllm.LLM, in JSON")
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    engines = GPU if device == "cuda" else CPU
+    engines: dict[str, dict[str, str]] = GPU if device == "cuda" else CPU
+    base = next(iter(engines))
+    if args.again:
+        engines = engines | {"again": engines[base]}
     given = {"max_model_len": 2048, **json.loads(args.options)}
     for model in args.models.split(","):
         with tempfile.TemporaryDirectory() as there, contextlib.ExitStack() as stack:
             make_folders(Path(there), model, args.layers, device)
             started = {}
-            for i, (name, what) in enumerate(engines.items()):
+            for name, what in engines.items():
                 options = given | {k: v for k, v in what.items() if k != "folder"}
-                started[name] = Engine(args.python, Path(there) / what["folder"], options, off=i == 0)
+                off = what is engines[base]
+                started[name] = Engine(args.python, Path(there) / what["folder"], options, off)
                 stack.callback(started[name].close)
             for engine in started.values():
                 record.ELSEWHERE.update(engine.answer()["versions"])
@@ -353,11 +370,12 @@ def of_kernels(
     for name, engine in engines.items():
         first, whole = (engine.ask(prompts, n, kernels=True)["gpu_us"] for n in (1, 1 + args.new))
         step = {kernel: (us - first.get(kernel, 0.0)) / args.new for kernel, us in whole.items()}
+        launched = {what: step.pop(what, 0.0) for what in (GRAPHS, LAUNCHES)}
         for kernel, us in sorted(step.items(), key=lambda pair: -pair[1])[:LONGEST]:
             print(f"    {us:8.1f} us  {kernel[:90]}", file=sys.stderr)
         yield {
             "table": "gpu", "model": model, "batch": batch, "engine": name,
-            "gpu_ms": sum(step.values()) / 1e3,
+            "gpu_ms": sum(step.values()) / 1e3, **launched,
         }  # fmt: skip
 
 
