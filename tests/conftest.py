@@ -32,6 +32,7 @@ if not torch.cuda.is_available():
     # One thread is enough for few kernels. Each process of a pool would have to import torch first.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+import draws
 import emulated
 import torch._dynamo.guards
 from places import ROOT
@@ -110,7 +111,7 @@ def pytest_collection_modifyitems(config, items) -> None:
             if total % crossed.args[0]:  # not random: `make test` and `make test-more` together run all
                 item.add_marker("more")
     n = config.getoption("--draw")
-    numbers = {item: zlib.crc32(f"{SEED} {drawn_as(item)}".encode()) for item in items}
+    numbers = {item: draws.number(SEED, drawn_as(item)) for item in items}
     least = min(numbers.values(), default=0)  # at least one: pytest fails where no test is run
     items[:] = [i for i in items if numbers[i] % n == 0] or [i for i in items if numbers[i] == least]
     if getattr(config.option, "loadgroup", False):

@@ -1,7 +1,9 @@
 """docs/contributing.md names files that exist, and its numbers of files are correct."""
 
+import random
 import re
 
+import draws
 import pytest
 from places import ROOT
 
@@ -33,3 +35,18 @@ def test_four_things_to_add():
         "Adding a format", "Adding a GPU architecture", "Adding a form of Mixture of Experts",
         "Adding a checkpoint dialect",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [2, 8, 18, 48, 96])
+def test_each_draw_takes_other_tests(n):
+    """Of two tests that a seed draws together, one in n are drawn together with another seed. Each has its
+    turn."""
+    names = [f"tests/a_folder/test_a_file.py::test_of_something[{i:04d}]" for i in range(400)]
+    start = random.SystemRandom().randrange(2**32)
+    runs = [{name for name in names if draws.is_drawn(start + i, name, n)} for i in range(40 * n)]
+    assert set().union(*runs) == set(names), start
+    of_first = [run for run in runs if names[0] in run]
+    together = sum(len(run) - 1 for run in of_first) / len(of_first)
+    assert 0.5 < together / (len(names) / n) < 2, start
+    most = max(sum(name in run for run in of_first) for name in names[1:])
+    assert most < len(of_first), start  # crc32 drew some tests together each time
