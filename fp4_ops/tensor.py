@@ -207,7 +207,15 @@ class FP4Tensor(torch.Tensor):
         implementation = IMPLEMENTATIONS.get(func)
         refuse_dtensors(f"{func} on an FP4Tensor", _named(func, args, kwargs))
         if implementation is None:
+            # In inference mode, torch asks a subclass before it writes `w.mT` as `w.transpose`.
+            found = func.decompose(*args, **(kwargs or {}))
+            if found is not NotImplemented:
+                return found
             _refuse(func, "FP4Tensor does not support this function")
+        if func.is_view and torch.is_inference_mode_enabled():
+            # torch lets a view count the changes of its base, so it is an inference tensor only if that is.
+            with torch.inference_mode(args[0].is_inference()):
+                return implementation(func, *args, **(kwargs or {}))
         return implementation(func, *args, **(kwargs or {}))
 
 

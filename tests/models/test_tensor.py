@@ -134,6 +134,51 @@ def test_grouped_mm(format, device):
     assert_close(out, want, torch.bfloat16, K)
 
 
+SPELLINGS = {
+    "t": lambda w, w3, x, x3: torch.mm(x, w.t()),
+    "mT": lambda w, w3, x, x3: x @ w.mT,
+    "transpose": lambda w, w3, x, x3: x @ w.transpose(-2, -1),
+    "swapaxes": lambda w, w3, x, x3: torch.addmm(torch.ones(N), x, w.swapaxes(0, 1)),
+    "adjoint": lambda w, w3, x, x3: x @ w.adjoint(),
+    "three dimensions": lambda w, w3, x, x3: x3 @ w.t(),
+    "one row": lambda w, w3, x, x3: x[0] @ w.t(),
+    "bmm": lambda w, w3, x, x3: torch.bmm(x3, w3.mT),
+    "select": lambda w, w3, x, x3: F.linear(x, w3[1]),
+    "expand": lambda w, w3, x, x3: torch.bmm(x3, w.t().expand(G, K, N)),
+    "reshape": lambda w, w3, x, x3: F.linear(x, w.reshape(N, -1)),
+    "to": lambda w, w3, x, x3: F.linear(x.bfloat16(), w.to(torch.bfloat16)).float(),
+    "cpu": lambda w, w3, x, x3: F.linear(x, w.cpu()),
+    "detach": lambda w, w3, x, x3: F.linear(x, w.detach()),
+    "data": lambda w, w3, x, x3: F.linear(x, w.data),
+    "parameter": lambda w, w3, x, x3: F.linear(x, torch.nn.Parameter(w, requires_grad=False)),
+    "dequantize": lambda w, w3, x, x3: x @ w.t().dequantize(),
+    "copy": lambda w, w3, x, x3: F.linear(x, w.clone().copy_(w3[1])),
+}
+
+
+@pytest.mark.parametrize("made", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_without_gradients_as_with_them(spelling, mode, made):
+    """In inference mode torch asks a subclass before it writes `w.mT` as `w.transpose`."""
+    w, w3, x, x3 = weight("nvfp4", N, K), weight("nvfp4", G, N, K), torch.randn(5, K), torch.randn(G, 5, K)
+    want = SPELLINGS[spelling](w, w3, x, x3)
+    with made():
+        w, w3 = w.clone(), w3.clone()
+    assert w.is_inference() == (made is torch.inference_mode)
+    with mode():
+        assert torch.equal(SPELLINGS[spelling](w, w3, x, x3), want)
+
+
+def test_a_view_in_inference_mode_is_of_its_base():
+    w = weight("nvfp4", N, K)
+    with torch.inference_mode():
+        view = w.t()
+    assert not view.is_inference() and not view.packed.is_inference() and view._version == w._version
+    w.copy_(torch.randn(N, K))
+    assert torch.equal(view.dequantize(), w.dequantize().t())
+
+
 def test_everything_else_is_refused_by_name():
     w = weight("nvfp4", N, K)
     x = torch.randn(N, K)
