@@ -11,6 +11,7 @@ from typing import Any
 from . import _library
 
 _library.load()
+_library.register_backend()
 
 # These modules use the operators, so they are imported after them.
 from .info import Info, info  # noqa: E402

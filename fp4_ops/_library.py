@@ -1,6 +1,9 @@
-"""Loads the compiled operators, and registers their fakes and the kernels that are written in Python."""
+"""Loads the compiled operators. Registers their fakes, the kernels that are written in Python, and the
+backend."""
 
 from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
 
 import torch
 
@@ -31,6 +34,19 @@ def load() -> None:
             f"fp4_ops: {path} is older than the Python files, as after a git pull: it lacks an operator. "
             f"Rebuild: pip install --no-build-isolation -e . -- {error}"
         ) from None
+
+
+def register_backend() -> None:
+    """Makes the backend `fp4` known to Dynamo where no entry point does: in a source tree or a copied folder.
+
+    Dynamo loads it when it is first used, as by an entry point: fp4_ops/backend.py changes Dynamo.
+    """
+    group, name = "torch_dynamo_backends", "fp4"
+    if name in entry_points(group=group).names:
+        return
+    from .meta.torch_internals import dynamo_backends  # takes a second
+
+    dynamo_backends.setdefault(name, EntryPoint(name, "fp4_ops.backend:fp4", group))
 
 
 def _register() -> None:

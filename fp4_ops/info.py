@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +13,7 @@ from .meta.formats import FORMATS, FP4_FORMATS
 from .meta.layouts import preferred_layout
 from .meta.text import in_short
 from .runtime import fitted, native, tuned
-from .runtime.libraries import library_path
+from .runtime.libraries import library_path, version_of
 
 _COMPILED = "tests compile its kernels and check what they need; nobody has run them"
 TESTED = {"9.0": "tests run its kernels"} | dict.fromkeys(
@@ -97,10 +96,10 @@ class Info:
 def info() -> Info:
     """Returns everything that decides which kernels run on this machine. `print` shows it as text."""
     return Info(
-        fp4_ops=_version("fp4_ops"),
+        fp4_ops=version_of("fp4_ops"),
         torch=torch.__version__,
         python=platform.python_version(),
-        triton=_version("triton"),
+        triton=version_of("triton"),
         library=f"{_library()} (stable ABI of torch 2.11 and later)",
         formats=tuple(FORMATS),
         operators=_operators(),
@@ -110,13 +109,6 @@ def info() -> Info:
         kernels=(_cpu_kernels(), *_gpu_kernels()),
         constants=_constants(),
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _library() -> str:

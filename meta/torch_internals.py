@@ -38,6 +38,8 @@ from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
     import torch.distributed._composable_state as composable_state
     import torch.distributed._symmetric_memory as symmetric_memory
     from torch._inductor import config as inductor_config
@@ -48,12 +50,14 @@ if TYPE_CHECKING:
     from torch._inductor.inductor_prims import force_stride_order
     from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 
+    dynamo_backends: dict[str, EntryPoint | None]
+
 __all__ = [
     "CustomGraphPass", "DataDependentOutputException", "FakeTensor", "FakeTensorMode",
     "FunctionalTensor", "FunctionalTensorMode", "GenericTorchDispatchRuleHolder", "HigherOrderOperator",
     "OpOverload", "OpOverloadPacket", "SymT", "TorchDispatchMode", "TracingContext", "compile_fx",
     "composable_state", "detect_fake_mode", "disable_fake_tensor_cache", "dispatch_rules",
-    "enable_python_dispatcher", "force_stride_order", "inductor_config", "is_traceable_wrapper_subclass",
+    "dynamo_backends", "enable_python_dispatcher", "force_stride_order", "inductor_config", "is_traceable_wrapper_subclass",
     "list_mode_options",
     "logging_internals", "make_graph_module", "pytree", "reset_cudagraph_trees",
     "resolve_process_group", "symbol_is_type", "symmetric_memory", "trace_structured", "without_modes",
@@ -63,6 +67,7 @@ _LATE = {
     "CustomGraphPass": ("_inductor.custom_graph_pass", "CustomGraphPass"),
     "compile_fx": ("_inductor.compile_fx", "compile_fx"),
     "force_stride_order": ("_inductor.inductor_prims", "force_stride_order"),
+    "dynamo_backends": ("_dynamo.backends.registry", "_BACKENDS"),
     "composable_state": ("distributed._composable_state", None),
     "inductor_config": ("_inductor.config", None),
     "list_mode_options": ("_inductor", "list_mode_options"),

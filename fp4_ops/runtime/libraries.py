@@ -1,8 +1,13 @@
-"""Finds the compiled libraries that register operators. They are in the folder of the package."""
+"""Finds the compiled libraries that register operators, and names versions and builds.
+
+The libraries are in the folder of the package.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,23 @@ def libraries() -> list[Path]:
 
 def library_path() -> Path | None:
     return next(iter(libraries()), None)
+
+
+def version_of(package: str) -> str:
+    """Returns a package's version, "not installed" for one without metadata, such as a source tree."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def digest(*files: Path) -> str:
+    """Returns 12 hexadecimal digits that name the contents of files."""
+    each = hashlib.sha256()
+    for path in files:
+        with open(path, "rb") as file:
+            each.update(hashlib.file_digest(file, "sha256").digest())
+    return each.hexdigest()[:12]
 
 
 def function_of(library: ctypes.CDLL, name: str) -> Any:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import importlib.metadata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .fitted import Values, families, flat, groups, unflat
-from .libraries import REBUILD, function_of
+from .libraries import REBUILD, digest, function_of, libraries, version_of
 
 FILE = "_C_cuda.so"
 KERNELS = ("w4a8", "half", "bf16")
@@ -170,10 +168,13 @@ def tuned(device: str, of_family: int, values: Values) -> int:
 
 @functools.cache
 def build(of_family: int) -> str:
-    """Returns a text that names this build: the package's version and a hash of the kernels' file."""
-    with open(kernels_file(of_family), "rb") as kernels:
-        digest = hashlib.file_digest(kernels, "sha256").hexdigest()[:12]
-    return f"fp4_ops {importlib.metadata.version('fp4_ops')}, kernels {digest}"
+    """Returns a text that names this build: the package's version and hashes of the files.
+
+    The libraries of operators choose kernels and arrange their operands, so a kernel can be right with one
+    build of them and wrong with the next.
+    """
+    own = f"operators {digest(*libraries())}, kernels {digest(kernels_file(of_family))}"
+    return f"fp4_ops {version_of('fp4_ops')}, {own}"
 
 
 def kernels_file(of_family: int) -> Path:

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from fp4_ops.runtime import first_use
+from fp4_ops.runtime import first_use, native
 
 
 @pytest.fixture(autouse=True)
@@ -86,3 +86,18 @@ def test_nothing_is_computed_while_a_graph_is_captured(monkeypatch):
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert not ask(kernel) and kernel.runs == 0
     assert ask(kernel) and kernel.runs == 1
+
+
+@pytest.mark.parametrize("file", ["_C.so", "_C_cuda.so", "_sm90.so"])
+def test_a_rebuilt_library_is_another_build(file, monkeypatch, tmp_path):
+    """A verdict holds for the operators that chose the kernel and arranged its operands, too."""
+    for name in ("_C.so", "_C_cuda.so", "_sm90.so", "_sm80.so"):
+        (tmp_path / name).write_bytes(name.encode())
+    monkeypatch.setattr(native, "libraries", lambda: sorted(tmp_path.glob("_C*.so")))
+    monkeypatch.setattr(native, "kernels_file", lambda family: tmp_path / f"_sm{family}.so")
+    build = native.build.__wrapped__
+    before = build(native.HOPPER), build(native.MMA)
+    assert before == (build(native.HOPPER), build(native.MMA)) and before[0] != before[1]
+    (tmp_path / file).write_bytes(b"rebuilt")
+    assert build(native.HOPPER) != before[0]
+    assert (build(native.MMA) == before[1]) == (file == "_sm90.so")

@@ -14,7 +14,9 @@ import forks
 import pytest
 from places import ROOT
 
+import fp4_ops
 from fp4_ops import _library
+from fp4_ops.meta import torch_internals
 
 
 def setup(code: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -225,3 +227,41 @@ def test_a_library_that_lacks_an_operator_says_to_rebuild(monkeypatch):
     monkeypatch.setattr(_library, "_register", register)
     with pytest.raises(ImportError, match=r"_C\S*so is older than the Python files.*Rebuild: pip install"):
         _library.load()
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_a_copied_folder_registers_the_backend(asked_before, tmp_path):
+    """No entry point leads to a package without metadata. torch said: Invalid backend."""
+    copy = tmp_path / "packages"
+    copy.mkdir()
+    (copy / "fp4_ops").symlink_to(Path(fp4_ops.__file__).parent)
+    for folder in filter(os.path.isdir, sys.path):
+        for file in Path(folder).iterdir():
+            into = copy / file.name
+            if "site-packages" in folder and "fp4_ops" not in file.name and not into.exists():
+                into.symlink_to(file)
+    program = f"""
+import sys
+sys.path.append({str(copy)!r})
+import torch
+from importlib.metadata import entry_points
+assert "fp4" not in entry_points(group="torch_dynamo_backends").names
+if {asked_before}:
+    assert "fp4" not in torch._dynamo.list_backends()
+import fp4_ops
+assert "fp4_ops.backend" not in sys.modules and "fp4" in torch._dynamo.list_backends()
+for _ in range(2):
+    fp4_ops._library.register_backend()
+    found = torch._dynamo.lookup_backend("fp4")
+    assert found is sys.modules["fp4_ops.backend"].fp4
+from fp4_ops.runtime.libraries import version_of
+assert version_of("fp4_ops") == "not installed" and "not installed" in str(fp4_ops.info())
+"""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_entry_point_is_enough(monkeypatch):
+    """Then importing fp4_ops does not import Dynamo, which takes a second."""
+    monkeypatch.setattr(torch_internals, "dynamo_backends", None, raising=False)
+    _library.register_backend()

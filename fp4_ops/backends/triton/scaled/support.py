@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
 
 import torch
 import triton
 
 from ....meta.formats import Format
 from ....runtime import first_use
+from ....runtime.libraries import version_of
 from .. import launch
 from ..tiles import Device, Tile
 
@@ -71,7 +71,7 @@ def trusted(format: str, tile: Tile, device: Device, first_error: FirstError) ->
         right = first_use.agrees(
             f"the product of {format} rows and weights, tile {tile}",
             f"{device.name}, compute capability {device.capability[0]}.{device.capability[1]}",
-            f"fp4_ops {version('fp4_ops')}, Triton {triton.__version__}",
+            f"fp4_ops {version_of('fp4_ops')}, Triton {triton.__version__}",
             lambda: first_error(format, tile, device, place),
             BOUND,
             INSTEAD,
