@@ -1,4 +1,4 @@
-// Defines the parts of a product of NVFP4 rows by NVFP4 weights: its arguments, the candidates' parameters,
+// Defines the parts of a product of FP4 rows by FP4 weights: its arguments, the candidates' parameters,
 // the shared and tensor memory of a block, and the words that describe operands to the tensor cores.
 #pragma once
 
@@ -17,7 +17,7 @@ constexpr int kParts = kStep / kPart;
 constexpr int kRowBytes = kStep / 2;
 constexpr int kBoxRows = 32;      // rows of X that one copy brings
 constexpr int kEachTokens = 16;   // the tensor cores compute this many tokens or a multiple
-constexpr int kBlockBytes = 512;  // scales of 128 rows and a part
+constexpr int kBlockBytes = 512;  // scales of 128 rows, four of each
 constexpr int kBlockColumns = 4;  // columns of tensor memory for these scales
 constexpr int kColumns = 512;     // of tensor memory: all that there are
 constexpr int kBuffers = 2;       // of sums
@@ -32,24 +32,28 @@ struct Problem : ScaledProduct {
 };
 
 // MaxTokens: of a tile. Stages: the steps that fit in shared memory.
-template <int MaxTokens_, int Stages_, class Widths_>
+template <bool kNvfp4, int MaxTokens_, int Stages_, class Widths_>
 struct ProductConfig {
   using Widths = Widths_;
+  static constexpr bool Nvfp4 = kNvfp4;
+  static constexpr int ScaleBlock = kNvfp4 ? 16 : 32;
+  static constexpr int BlockParts = 4 * ScaleBlock / kPart;  // parts whose scales a block has
+  static constexpr int StepBlocks = kParts / BlockParts;
   static constexpr int MaxTokens = MaxTokens_, Stages = Stages_;
-  static constexpr int Blocks = ceil_div(MaxTokens, 128);  // of scales of X, for a part
+  static constexpr int Blocks = ceil_div(MaxTokens, 128);  // of scales of X side by side
   // Columns of tensor memory: two buffers of sums, then the scales of a step.
   static constexpr int ScaleColumn = kBuffers * MaxTokens;
-  static constexpr int XScaleColumn = ScaleColumn + kParts * kBlockColumns;
+  static constexpr int XScaleColumn = ScaleColumn + StepBlocks * kBlockColumns;
   static_assert(MaxTokens % kBoxRows == 0 && Widths::kMost == MaxTokens);
-  static_assert(XScaleColumn + kParts * kBlockColumns * Blocks <= kColumns);
+  static_assert(XScaleColumn + StepBlocks * kBlockColumns * Blocks <= kColumns);
 };
 
 template <class Config>
 struct alignas(1024) SharedStorage {
   uint8_t codes[Config::Stages][kRows * kRowBytes];
   uint8_t x[Config::Stages][Config::MaxTokens * kRowBytes];
-  uint8_t scales[Config::Stages][kParts * kBlockBytes];
-  uint8_t x_scales[Config::Stages][Config::Blocks * kParts * kBlockBytes];
+  uint8_t scales[Config::Stages][Config::StepBlocks * kBlockBytes];
+  uint8_t x_scales[Config::Stages][Config::Blocks * Config::StepBlocks * kBlockBytes];
   uint64_t full[Config::Stages], empty[Config::Stages];
   uint64_t sums_full[kBuffers], sums_empty[kBuffers];
   uint32_t columns;  // the address of the tensor memory
@@ -76,11 +80,15 @@ __device__ __forceinline__ uint64_t scales_descriptor(uint32_t smem) {
   return kDescriptorVersion | stride_between_eight_rows(8 * 16) | kLeading | (smem & 0x3FFFF) >> 4;
 }
 
-// e2m1 by e2m1, scales of ue4m3, 128 rows by `tokens`.
+// e2m1 by e2m1, scales of ue4m3 (nvfp4) or ue8m0 (mxfp4), 128 rows by `tokens`.
+template <bool kNvfp4>
 __device__ __forceinline__ uint32_t instruction_descriptor(int tokens) {
-  constexpr uint32_t kE2m1A = 1 << 7, kE2m1B = 1 << 10, kRowsOfA = kRows / 128 << 27;
-  return kE2m1A | kE2m1B | kRowsOfA | static_cast<uint32_t>(tokens / 8) << 17;
+  constexpr uint32_t kE2m1A = 1 << 7, kE2m1B = 1 << 10, kRowsOfA = kRows / 128 << 27, kUe8m0 = 1 << 23;
+  return kE2m1A | kE2m1B | kRowsOfA | (kNvfp4 ? 0 : kUe8m0) | static_cast<uint32_t>(tokens / 8) << 17;
 }
+
+// Added to it: which of a word's four scales is the first that the instruction reads, of A and of B.
+__device__ __forceinline__ uint32_t first_scale(uint32_t scale) { return scale << 29 | scale << 4; }
 
 constexpr uint64_t kNextPart = kPart / 2 / 16;  // added to a descriptor of codes
 

@@ -1,4 +1,4 @@
-// The host side of the products of NVFP4 rows by NVFP4 weights: the candidates, the choice among them,
+// The host side of the products of FP4 rows by FP4 weights: the candidates, the choice among them,
 // launches.
 #pragma once
 
@@ -29,16 +29,18 @@ int launch(const CUtensorMap& codes, const CUtensorMap& x, const Problem& proble
   return launch_kernel(kernel, {dim3(blocks), dim3(kThreads), kBytes}, false, stream, codes, x, problem);
 }
 
-// ProductConfig<tokens, stages, widths>, in falling order of their tokens. Each fills the shared memory of a
-// multiprocessor. Of the widths, only how a group is cut depends: products have as many tokens as a tile.
+// ProductConfig<nvfp4, tokens, stages, widths>, in falling order of their tokens. Each fills the shared
+// memory of a multiprocessor. Of the widths, only how a group is cut depends: products have as many tokens as
+// a tile.
+template <bool kNvfp4>
 constexpr Candidate kCandidates[] = {
     {"rows 128, tokens 192, stages 4", 192,
-     launch<ProductConfig<192, 4, WidthList<192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>>>},
+     launch<ProductConfig<kNvfp4, 192, 4, WidthList<192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>>>},
     {"rows 128, tokens 128, stages 6", 128,
-     launch<ProductConfig<128, 6, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
-    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<32, 9, WidthList<32, 16>>>},
+     launch<ProductConfig<kNvfp4, 128, 6, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
+    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<kNvfp4, 32, 9, WidthList<32, 16>>>},
 };
-constexpr int kCandidateCount = std::size(kCandidates);
+constexpr int kCandidateCount = std::size(kCandidates<true>);
 
 // Makes the map of packed codes [rows, k / 2], copied in swizzled boxes of 128 bytes by `box_rows`.
 inline bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int k, uint32_t box_rows) {
@@ -66,8 +68,9 @@ inline int run(const ScaledProduct& a) {
     return kBadArgument;
   const Problem problem = {
       a, {{a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, kRows), ceil_div(a.k, kStep), 0}};
-  return kCandidates[choose(kCandidates, a)].launch(codes, x, problem, gpu.multiprocessors,
-                                                    static_cast<cudaStream_t>(a.stream));
+  const int number = choose(kCandidates<true>, a);
+  const Candidate& chosen = a.nvfp4 ? kCandidates<true>[number] : kCandidates<false>[number];
+  return chosen.launch(codes, x, problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
 }
 
 }  // namespace fp4::sm100

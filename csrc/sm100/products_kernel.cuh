@@ -1,4 +1,4 @@
-// Grouped GEMM of NVFP4 rows by NVFP4 weights with the tensor cores of compute capability 10.x (tcgen05).
+// Grouped GEMM of FP4 rows by FP4 weights with the tensor cores of compute capability 10.x (tcgen05).
 //
 // Weights are operand A, 128 rows of them, and tokens are N: 16 or a multiple. So few tokens cost no padding
 // beyond 16. A block is persistent, and walks over tiles in each of its roles. Steps of 256 K go through a
@@ -9,6 +9,8 @@
 //
 // Nobody has run this on such a GPU. docs/kernels.md says what was compared with what.
 #pragma once
+
+#include <type_traits>
 
 #include "../device/product.cuh"
 #include "../sm90/ptx_sm90.cuh"
@@ -84,6 +86,10 @@ class ProductBlock {
   __device__ __forceinline__ int parts_of(int step) const {
     return min(kParts, problem_.k / kPart - step * kParts);
   }
+  // Returns how many blocks of scales a step has. Of the last one, K may need only two scales of each row.
+  __device__ __forceinline__ int blocks_of(int step) const {
+    return ceil_div(parts_of(step), Config::BlockParts);
+  }
 
   // ---- copies ----
 
@@ -108,10 +114,11 @@ class ProductBlock {
     const int weight_row = tile.group * problem_.n + tile.column * kRows;
     const int boxes = ceil_div(tile.rows, kBoxRows);
     const int64_t weight_tile = int64_t(tile.group) * problem_.tiling.columns + tile.column;
-    const uint8_t* const scales = problem_.scales + weight_tile * (problem_.k / kPart) * kBlockBytes;
+    const uint8_t* const scales =
+        problem_.scales + weight_tile * ceil_div(problem_.k / kPart, Config::BlockParts) * kBlockBytes;
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
       const uint32_t full = smem_address(&shared_.full[ring.index]);
-      const uint32_t scale_bytes = parts_of(step) * kBlockBytes;
+      const uint32_t scale_bytes = blocks_of(step) * kBlockBytes;
       barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
       barrier_expect_bytes(full, (kRows + boxes * kBoxRows) * kRowBytes + scale_bytes);
       load_box(smem_address(shared_.codes[ring.index]), &codes_, full, step * kRowBytes, weight_row);
@@ -119,20 +126,23 @@ class ProductBlock {
         load_box(smem_address(shared_.x[ring.index]) + i * kBoxRows * kRowBytes, &x_, full, step * kRowBytes,
                  tile.row + i * kBoxRows);
       }
-      load_bytes(smem_address(shared_.scales[ring.index]), scales + step * kParts * kBlockBytes, scale_bytes,
-                 full);
+      load_bytes(smem_address(shared_.scales[ring.index]), scales + step * Config::StepBlocks * kBlockBytes,
+                 scale_bytes, full);
     }
   }
 
   // ---- scales of X ----
 
-  // Four words of a step for each of a lane's rows: rows lane, lane + 32, lane + 64, lane + 96 of each block.
+  // The words of a step for each of a lane's rows: rows lane, lane + 32, lane + 64, lane + 96 of each block.
+  using RowScales = std::conditional_t<Config::Nvfp4, uint4, uint2>;
   struct Scales {
-    uint4 row[Config::Blocks][4];
+    RowScales row[Config::Blocks][4];
   };
+  static_assert(sizeof(RowScales) == kStep / Config::ScaleBlock);
 
-  // Tensor cores read ue4m3, without a sign. A scale that has one becomes NaN.
+  // Tensor cores read ue4m3, without a sign. A scale that has one becomes NaN. ue8m0 has no sign.
   static __device__ __forceinline__ uint32_t without_signs(uint32_t word) {
+    if constexpr (!Config::Nvfp4) return word;
     const uint32_t signs = word & 0x80808080u;
     return (word & 0x7F7F7F7Fu) | (signs - (signs >> 7));
   }
@@ -144,10 +154,10 @@ class ProductBlock {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = block * 128 + i * kWarp + threadIdx.x % kWarp;
-        found.row[block][i] = make_uint4(0, 0, 0, 0);
+        found.row[block][i] = {};
         if (row < tile.rows && step < tile.steps) {
-          const int64_t from = int64_t(tile.row + row) * problem_.x_scale_bytes + step * (kStep / 16);
-          found.row[block][i] = __ldg(reinterpret_cast<const uint4*>(problem_.x_scales + from));
+          const int64_t from = int64_t(tile.row + row) * problem_.x_scale_bytes + step * sizeof(RowScales);
+          found.row[block][i] = __ldg(reinterpret_cast<const RowScales*>(problem_.x_scales + from));
         }
       }
     }
@@ -158,12 +168,14 @@ class ProductBlock {
     const uint32_t to = smem_address(shared_.x_scales[stage]) + threadIdx.x % kWarp * 16;
 #pragma unroll
     for (int block = 0; block < Config::Blocks; ++block) {
-      const uint4(&row)[4] = scales.row[block];
-      const uint32_t at = to + block * kParts * kBlockBytes;
+      const RowScales(&row)[4] = scales.row[block];
+      const uint32_t at = to + block * Config::StepBlocks * kBlockBytes;
       store_shared_16(at, pick(row[0].x, row[1].x, row[2].x, row[3].x));
       store_shared_16(at + kBlockBytes, pick(row[0].y, row[1].y, row[2].y, row[3].y));
-      store_shared_16(at + 2 * kBlockBytes, pick(row[0].z, row[1].z, row[2].z, row[3].z));
-      store_shared_16(at + 3 * kBlockBytes, pick(row[0].w, row[1].w, row[2].w, row[3].w));
+      if constexpr (Config::Nvfp4) {
+        store_shared_16(at + 2 * kBlockBytes, pick(row[0].z, row[1].z, row[2].z, row[3].z));
+        store_shared_16(at + 3 * kBlockBytes, pick(row[0].w, row[1].w, row[2].w, row[3].w));
+      }
     }
   }
   static __device__ __forceinline__ uint4 pick(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -223,21 +235,23 @@ class ProductBlock {
                                              int parts, bool keep) const {
     const uint32_t a_scales = columns + Config::ScaleColumn, b_scales = columns + Config::XScaleColumn;
     const int blocks = Config::Blocks == 1 ? 1 : ceil_div(tokens, 128);
-    for (int i = 0; i < parts; ++i) {
+    for (int i = 0; i < ceil_div(parts, Config::BlockParts); ++i) {
       tensor_copy(a_scales + i * kBlockColumns,
                   scales_descriptor(smem_address(shared_.scales[stage]) + i * kBlockBytes));
       for (int block = 0; block < blocks; ++block) {
-        tensor_copy(
-            b_scales + (i * Config::Blocks + block) * kBlockColumns,
-            scales_descriptor(smem_address(shared_.x_scales[stage]) + (block * kParts + i) * kBlockBytes));
+        tensor_copy(b_scales + (i * Config::Blocks + block) * kBlockColumns,
+                    scales_descriptor(smem_address(shared_.x_scales[stage]) +
+                                      (block * Config::StepBlocks + i) * kBlockBytes));
       }
     }
     const uint64_t a = codes_descriptor(smem_address(shared_.codes[stage]));
     const uint64_t b = codes_descriptor(smem_address(shared_.x[stage]));
-    const uint32_t instruction = instruction_descriptor(tokens);
+    const uint32_t instruction = instruction_descriptor<Config::Nvfp4>(tokens);
     for (int i = 0; i < parts; ++i) {
-      tensor_multiply(sums, a + i * kNextPart, b + i * kNextPart, instruction, a_scales + i * kBlockColumns,
-                      b_scales + i * Config::Blocks * kBlockColumns, keep || i > 0);
+      const int scales = i / Config::BlockParts, first = i % Config::BlockParts * 2;
+      tensor_multiply<Config::Nvfp4>(sums, a + i * kNextPart, b + i * kNextPart,
+                                     instruction | first_scale(first), a_scales + scales * kBlockColumns,
+                                     b_scales + scales * Config::Blocks * kBlockColumns, keep || i > 0);
     }
   }
 

@@ -1,7 +1,7 @@
 """A step of csrc/sm100 in NVIDIA's CuTe DSL: scales to tensor memory, and the products of 256 K.
 
-`python cute_step.py TOKENS FOLDER` writes PTX to the folder. It needs `nvidia-cutlass-dsl` and no GPU. Where
-things are in shared and in tensor memory, and the words that say so, are the library's choice.
+`python cute_step.py TOKENS FOLDER FORMAT` writes PTX to the folder. It needs `nvidia-cutlass-dsl` and no GPU.
+Where things are in shared and in tensor memory, and the words that say so, are the library's choice.
 """
 
 import os
@@ -17,8 +17,8 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 TOKENS = int(sys.argv[1])
-TILE, BLOCK = (128, TOKENS, 256), 16
-CODES, SCALES = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN
+TILE, BLOCK = (128, TOKENS, 256), {"nvfp4": 16, "mxfp4": 32}[sys.argv[3]]
+CODES, SCALES = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN if BLOCK == 16 else cutlass.Float8E8M0FNU
 SUM_COLUMNS, SCALE_COLUMNS = 256, 16
 
 

@@ -51,7 +51,7 @@ def runs() -> set[str]:
 @pytest.mark.parametrize(
     "capability, launcher, formats",
     [
-        ((10, 0), scaled_sm100, {"nvfp4"}), ((10, 3), scaled_sm100, {"nvfp4"}),
+        ((10, 0), scaled_sm100, {"nvfp4", "mxfp4"}), ((10, 3), scaled_sm100, {"nvfp4", "mxfp4"}),
         ((12, 0), scaled, {"nvfp4", "mxfp4"}), ((12, 1), scaled, {"nvfp4", "mxfp4"}),
         ((8, 0), None, set()), ((11, 0), None, set()),
     ],
@@ -94,7 +94,7 @@ def test_scales_are_as_torch_swizzles_them(rows, columns):
     follow each other along K first. `to_blocked` of torch's tests of `scaled_mm` says the same."""
     groups, high = 2, -(-rows // 128) * 128
     scale = random_scale(groups, rows, columns)
-    got = scaled_sm100.swizzled(scale.view(torch.float8_e4m3fn))
+    got = scaled_sm100.swizzled(scale.view(torch.float8_e4m3fn), nvfp4=True)
     g, r, c = torch.meshgrid(*map(torch.arange, (groups, rows, columns)), indexing="ij")
     block = r // 128 * (columns // 4) + c // 4
     want = torch.zeros(groups, high * columns, dtype=torch.uint8)
@@ -105,9 +105,21 @@ def test_scales_are_as_torch_swizzles_them(rows, columns):
         assert torch.equal(one, quantized.to_blocked(its))
 
 
+def test_scales_of_mxfp4_stay_as_they_are():
+    """Also those of 2.0 and more, whose byte begins with 1. Columns that K does not need follow as zeros."""
+    scale = torch.arange(128, 256, dtype=torch.uint8).view(1, 64, 2)
+    values = scaled_sm100.swizzled(scale, nvfp4=False)[0, : 64 * 16].view(32, 4, 4)[:, :2].transpose(0, 1)
+    assert torch.equal(values.reshape(64, 4)[:, :2], scale[0]) and not values[..., 2:].any()
+
+
 def test_scales_with_a_sign_become_nan():
     scale = torch.arange(256, dtype=torch.uint8).view(1, 64, 4)
-    values = scaled_sm100.swizzled(scale)[0, : 64 * 16].view(32, 4, 4)[:, :2].transpose(0, 1).reshape(64, 4)
+    values = (
+        scaled_sm100.swizzled(scale, nvfp4=True)[0, : 64 * 16]
+        .view(32, 4, 4)[:, :2]
+        .transpose(0, 1)
+        .reshape(64, 4)
+    )
     assert torch.equal(values, scale[0].clamp(max=0x7F))
 
 

@@ -1,4 +1,4 @@
-"""NVFP4 rows by NVFP4 weights with tcgen05 (csrc/sm100), emulated: `make test-kernels`.
+"""FP4 rows by FP4 weights with tcgen05 (csrc/sm100), emulated: `make test-kernels`.
 
 By their C interface, against float64, bit for bit where sums are exact. test_fp4_rows_gpu.py runs them by the
 operators.
@@ -30,6 +30,14 @@ OUT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TOKENS = 192, 128, 32
 """Most tokens of a tile, for each candidate."""
 SHARED = 232448
+SCALES = {
+    ("nvfp4", True): (0x30, 0x40, torch.float8_e4m3fn, 16),
+    ("nvfp4", False): (0, 0x60, torch.float8_e4m3fn, 16),
+    ("mxfp4", True): (126, 129, torch.float8_e8m0fnu, 32),
+    ("mxfp4", False): (107, 147, torch.float8_e8m0fnu, 32),
+}
+"""Range, dtype and K of a scale, for each format, and whether sums in float32 must be exact."""
+every_format = pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
 
 
 def opened(file: Path, multiprocessors: int = 3, capability: int = 100) -> ctypes.CDLL:
@@ -53,22 +61,24 @@ def kernels(built):
 class Operand:
     """[.., rows, k] of codes and scales, and its values in float64."""
 
-    def __init__(self, lead: tuple[int, ...], k: int, factors: tuple[int, ...], exact: bool):
+    def __init__(
+        self, lead: tuple[int, ...], k: int, factors: tuple[int, ...], exact: bool, format: str = "nvfp4"
+    ):
         self.packed = torch.randint(0, 256, (*lead, k // 2), dtype=torch.uint8)
-        low, high = (0x30, 0x40) if exact else (0, 0x60)
-        self.scale = torch.randint(low, high, (*lead, k // 16)).to(torch.uint8)
+        low, high, typed, block = SCALES[format, exact]
+        self.scale = torch.randint(low, high, (*lead, k // block)).to(torch.uint8)
         self.factor = 2.0 ** torch.randint(-9, 3, factors) if exact else torch.rand(factors) + 0.1
         values = reference.E2M1[reference.unpack_codes(self.packed).long()]
-        values *= reference.scale_values(self.scale.view(torch.float8_e4m3fn)).repeat_interleave(16, -1)
+        values *= reference.scale_values(self.scale.view(typed)).repeat_interleave(block, -1)
         self.values = values * self.factor.double().view(*factors, *[1] * (values.dim() - len(factors)))
 
 
 class Case:
     """A product: operands, groups, and what it is in float64."""
 
-    def __init__(self, mode, counts, n, k, *, exact=True, out=torch.float32, bias=None):
+    def __init__(self, mode, counts, n, k, *, format="nvfp4", exact=True, out=torch.float32, bias=None):
         groups, self.mode, self.exact, self.out = len(counts), mode, exact, out
-        self.w = Operand((groups, n), k, (groups,), exact)
+        self.format, self.w = format, Operand((groups, n), k, (groups,), exact, format)
         self.bias = None if bias is None else torch.randint(-8, 9, (groups, n)).to(bias)
         self.group_rows, self.unused = None, random.choice((0, 0, 5))
         if mode == "masked":
@@ -82,16 +92,17 @@ class Case:
         else:
             self.m = self.rows = counts[0]
             self.ids = torch.zeros(self.m, dtype=torch.long)
-        self.x = Operand((self.rows,), k, (self.rows,), exact)
+        self.x = Operand((self.rows,), k, (self.rows,), exact, format)
 
     def run(self, kernels, config: int = -1, **changed: int) -> torch.Tensor:
         groups, n, k = self.w.values.shape
         # Garbage follows the scales of each row, and garbage surrounds the operands.
-        x_scale = torch.full((self.rows, (k // 16 + 15) // 16 * 16), 0x7F, dtype=torch.uint8)
-        x_scale[:, : k // 16] = self.x.scale
+        nvfp4, count = self.format == "nvfp4", self.x.scale.shape[1]
+        x_scale = torch.full((self.rows, -(-count // 16) * 16), 0x7F if nvfp4 else 0xFF, dtype=torch.uint8)
+        x_scale[:, :count] = self.x.scale
         out = torch.full((self.rows, n), torch.nan, dtype=self.out)
         group_rows = None if self.group_rows is None else self.group_rows.int()
-        scales = swizzled(self.w.scale)
+        scales = swizzled(self.w.scale, nvfp4)
         tensors = {
             "x": self.x.packed, "x_scales": x_scale, "x_factor": self.x.factor, "codes": self.w.packed,
             "scales": scales, "global_scale": self.w.factor, "bias": self.bias, "out": out,
@@ -99,7 +110,7 @@ class Case:
         }  # fmt: skip
         given = ScaledProduct(
             **{name: t.data_ptr() for name, t in tensors.items() if t is not None},
-            m=self.m, groups=groups, n=n, k=k, x_scale_bytes=x_scale.shape[1], config=config,
+            m=self.m, groups=groups, n=n, k=k, x_scale_bytes=x_scale.shape[1], nvfp4=nvfp4, config=config,
             mode=MODES[self.mode], out_type=OUT[self.out],
             bias_type=0 if self.bias is None else OUT[self.bias.dtype],
         )  # fmt: skip
@@ -145,10 +156,11 @@ SHAPES = [
 @pytest.mark.parametrize("n, k", SHAPES)
 @pytest.mark.parametrize("config", range(len(TOKENS)))
 @pytest.mark.parametrize("mode", MODES)
-def test_products(mode, config, n, k, kernels):
-    """Every candidate and kind of groups: 126 points, bit for bit."""
+@every_format
+def test_products(format, mode, config, n, k, kernels):
+    """Every candidate and kind of groups: 126 points of each format, bit for bit."""
     bias, out = random.choice((None, torch.float32, torch.bfloat16)), random.choice(list(OUT))
-    case = Case(mode, random_counts(TOKENS[config], mode), n, k, bias=bias)
+    case = Case(mode, random_counts(TOKENS[config], mode), n, k, format=format, bias=bias)
     assert case.agrees(kernels, config)
     case.out = out
     assert case.agrees(kernels, config)
@@ -170,38 +182,44 @@ SIZES = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_sizes(size, kernels):
+@every_format
+def test_sizes(format, size, kernels):
     """With the candidate that the sizes suggest."""
-    assert Case(*SIZES[size]).agrees(kernels)
+    assert Case(*SIZES[size], format=format).agrees(kernels)
 
 
-def test_the_operators_of_the_cpu_give_the_same_bits(kernels):
+@every_format
+def test_the_operators_of_the_cpu_give_the_same_bits(format, kernels):
     """W4A4 is one definition: codes, block scales and factors of both operands."""
-    case = Case("contiguous", [7, 0, 20, 1], 40, 320)
-    w = case.w.packed, case.w.scale.view(torch.float8_e4m3fn), case.w.factor
+    case, typed = Case("contiguous", [7, 0, 20, 1], 40, 320, format=format), SCALES[format, True][2]
+    if format == "mxfp4":  # has no global scale
+        case.w.factor, case.x.factor = None, None
     there = torch.ops.fp4.grouped_mm(
-        case.x.packed, *w, case.group_rows.int(), case.x.scale.view(torch.float8_e4m3fn), None, case.x.factor,
-        format="nvfp4", a_format="nvfp4", out_dtype=torch.float32,
+        case.x.packed, case.w.packed, case.w.scale.view(typed), case.w.factor, case.group_rows.int(),
+        case.x.scale.view(typed), None, case.x.factor,
+        format=format, a_format=format, out_dtype=torch.float32,
     )  # fmt: skip
     assert torch.equal(case.run(kernels), there)
 
 
 @pytest.mark.parametrize("config", range(len(TOKENS)))
-def test_any_scales(config, kernels):
+@every_format
+def test_any_scales(format, config, kernels):
     """Scales of all sizes, also zero, and factors that are no powers of two."""
-    assert Case("contiguous", [3, 0, 140], 72, 448, exact=False).agrees(kernels, config)
+    assert Case("contiguous", [3, 0, 140], 72, 448, format=format, exact=False).agrees(kernels, config)
 
 
 @pytest.mark.parametrize("config", range(len(TOKENS)))
-def test_a_row_with_a_nan_or_negative_scale_is_nan(config, kernels):
-    """A scale of rows and one of weights are wrong. The other rows stay as they are."""
-    case = Case("contiguous", [9, 20], 56, 320)
-    want = case.expected().float()
-    for row, change in zip(random.sample(range(29), 2), (128, 127)):
-        case.x.scale[row, random.randrange(20)] |= change
+@every_format
+def test_a_row_with_a_nan_or_negative_scale_is_nan(format, config, kernels):
+    """A scale of rows and one of weights are wrong. The other rows stay as they are. ue8m0 has no sign."""
+    case = Case("contiguous", [9, 20], 56, 320, format=format)
+    want, changes = case.expected().float(), (128, 127) if format == "nvfp4" else (255, 255)
+    for row, change in zip(random.sample(range(29), 2), changes):
+        case.x.scale[row, random.randrange(case.x.scale.shape[1])] |= change
         want[row] = torch.nan
-    for weight, change in zip(random.sample(range(56), 2), (128, 127)):
-        case.w.scale[1, weight, random.randrange(20)] |= change
+    for weight, change in zip(random.sample(range(56), 2), changes):
+        case.w.scale[1, weight, random.randrange(case.w.scale.shape[2])] |= change
         want[9:29, weight] = torch.nan
     assert torch.equal(case.run(kernels, config).nan_to_num(1e9), want.nan_to_num(1e9))
 
@@ -240,8 +258,12 @@ ERRORS = {
     "next part": (CONFIG, "kNextPart = kPart / 2 / 16", "kNextPart = kPart / 2 / 8"),
     "type of B": (CONFIG, "kE2m1B = 1 << 10", "kE2m1B = 1 << 11"),
     "tokens": (CONFIG, "(tokens / 8) << 17", "(tokens / 16) << 17"),
-    "scales of A": (KERNEL, "instruction, a_scales + i * kBlockColumns,", "instruction, a_scales,"),
-    "scales of B": (KERNEL, "i * Config::Blocks * kBlockColumns, keep", "i * kBlockColumns, keep"),
+    "scales of A": (KERNEL, "a_scales + scales * kBlockColumns,", "a_scales,"),
+    "scales of B": (KERNEL, "b_scales + scales * Config::Blocks", "b_scales + scales"),
+    "first scale": (KERNEL, "first = i % Config::BlockParts * 2", "first = 0"),
+    "scales of half a step": (CONFIG, "BlockParts = 4 * ScaleBlock / kPart", "BlockParts = 1"),
+    "type of scales": (CONFIG, "kUe8m0 = 1 << 23", "kUe8m0 = 0"),
+    "blocks of weights": (KERNEL, "ceil_div(problem_.k / kPart, Config::BlockParts)", "problem_.k / kPart"),
     "block of scales": (KERNEL, "(i * Config::Blocks + block) * kBlockColumns", "(block * 4 + i) * 4"),
     "rows of scales": (KERNEL, "pick(row[0].x, row[1].x,", "pick(row[1].x, row[0].x,"),
     "next scales": (KERNEL, "load_scales(tile, step + kScaleWarps)", "load_scales(tile, step + 1)"),
@@ -280,6 +302,7 @@ def cases() -> list[tuple[Case, int]]:
         (Case("masked", [70, 3, 128], 136, 2048), 1),
         (Case("contiguous", [31, 33, 0, 64], 520, 2880), 2),
         (Case("contiguous", [40, 32, 0, 30], 1040, 64), 2),  # products run ahead of results
+        (Case("contiguous", [190, 0, 37, 5], 264, 832, format="mxfp4"), 0),
     ]
 
 

@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 SOURCE = Path("csrc/sm80/products_sm100.cu")
-KERNELS, MOST_REGISTERS = 3, 168
-"""A kernel for each candidate. The compiler asserts shared memory and the columns of tensor memory."""
+KERNELS, MOST_REGISTERS = 6, 168
+"""A kernel for each candidate and format. The compiler asserts shared memory and columns of tensor memory."""
 
 
 # --- machine code ---
@@ -48,8 +48,8 @@ def code_of(file: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("arch", ["100f", "103a"] if ASKED == "all" else ["100f"])
 def test_instructions_registers_and_memory(arch, tmp_path):
-    """The FP4 tensor cores with four scales for 64 K and no others, scales by their copies to tensor memory,
-    boxes and plain bytes by the copy engine, and nothing in local memory."""
+    """The FP4 tensor cores with four scales for 64 K (nvfp4) or two (mxfp4) and no others, scales by their
+    copies to tensor memory, boxes and plain bytes by the copy engine, and nothing in local memory."""
     file, told = compiled(arch, tmp_path)
     pattern = (
         r"properties for (\w+product_kernel\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -62,7 +62,8 @@ def test_instructions_registers_and_memory(arch, tmp_path):
     if arch == "103a":  # Triton's cuobjdump does not read it
         return
     for name, body in code_of(file).items():
-        assert set(re.findall(r"\b[A-Z]*MMA[.\w]*", body)) == {"UTCOMMA.4X"}, name
+        product = "UTCOMMA.4X" if "ProductConfigILb1E" in name else "UTCOMMA"
+        assert set(re.findall(r"\b[A-Z]*MMA[.\w]*", body)) == {product}, name
         assert set(re.findall(r"\bUTCCP\S*", body)) == {"UTCCP.T.S.4x32dp128bit"}, name
         for instruction in ("UTMALDG.2D", "UBLKCP.S.G", "LDTM.x16", "UTCBAR"):
             assert instruction in body, (name, instruction)
@@ -139,23 +140,37 @@ def words_of_ptx(text: str) -> list[tuple]:
     return found
 
 
+COLUMNS = {"nvfp4": 16, "mxfp4": 8}
+"""Columns of tensor memory that the scales of A have in a step."""
+
+
 class Step:
     """Holds what a step starts: copies in any order, and products in their order. Places count from the
     first.
     """
 
-    START = 0x3FFF
+    START, COLUMN = 0x3FFF, 0x3FFFFFFF
+    """CuTe also keeps in the two high bits of an address of scales which one the instruction reads first."""
 
-    def __init__(self, copies: list[tuple[int, int]], products: list[tuple[int, ...]]):
+    def __init__(self, copies: list[tuple[int, int]], products: list[tuple[int, ...]], columns: int):
+        """columns: of tensor memory that the scales of A may have."""
         d, a, b, self.instruction, a_scales, b_scales, _ = products[0]
         self.products = [
-            (p[0] - d, p[1] - a, p[2] - b, p[3], p[4] - a_scales, p[5] - b_scales, bool(p[6]))
+            (
+                p[0] - d,
+                p[1] - a,
+                p[2] - b,
+                p[3],
+                (p[4] & self.COLUMN) - a_scales,
+                (p[5] & self.COLUMN) - b_scales,
+                bool(p[6]),
+            )
             for p in products
         ]
         self.words = a & ~self.START, b & ~self.START
         self.copies = {}
         for operand, first in (("a", a_scales), ("b", b_scales)):
-            end = first + (16 if operand == "a" else 32)
+            end = first + columns * (1 if operand == "a" else 2)
             its = [(column, word) for column, word in copies if first <= column < end]
             least = min(word & self.START for _, word in its)
             self.copies[operand] = {
@@ -168,29 +183,30 @@ class Work(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kind", "d", "instruction", "a_scales", "b_scales")),
-        *(("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("keep", ctypes.c_bool)),
+        *(("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("keep", ctypes.c_bool), ("nvfp4", ctypes.c_bool)),
     ]
 
 
-def our_step(tokens: int, config: int) -> Step:
+def our_step(tokens: int, config: int, format: str) -> Step:
     """The first step of a tile of so many tokens."""
     kernels = opened(emulated.kernels("sm100"), multiprocessors=1)
     log = (Work * 256)()
     kernels.emulator_tensor_log(log, len(log))  # forgets what others started
-    case = Case("dense", [tokens], 128, 256)
+    case = Case("dense", [tokens], 128, 256, format=format)
     assert case.agrees(kernels, config)
     works = log[: kernels.emulator_tensor_log(log, len(log))]
     copies = [(w.d, w.a) for w in works if w.kind == 0]
     products = [(w.d, w.a, w.b, w.instruction, w.a_scales, w.b_scales, w.keep) for w in works if w.kind == 1]
-    return Step(copies, products)
+    return Step(copies, products, COLUMNS[format])
 
 
 @pytest.mark.parametrize("tokens, config", [(192, 0), (128, 1), (128, 0), (64, 1), (32, 2)])
-def test_as_cute(tokens, config, tmp_path):
+@pytest.mark.parametrize("format", COLUMNS)
+def test_as_cute(format, tokens, config, tmp_path):
     """NVIDIA's library makes the same descriptors, the same columns for scales, and the same order."""
     if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
         pytest.skip("needs nvidia-cutlass-dsl from PyPI")
-    command = [sys.executable, str(HELPERS / "cute_step.py"), str(tokens), str(tmp_path)]
+    command = [sys.executable, str(HELPERS / "cute_step.py"), str(tokens), str(tmp_path), format]
     subprocess.run(command, check=True, capture_output=True)
     (ptx,) = tmp_path.glob("*.ptx")
     found = words_of_ptx(ptx.read_text())
@@ -199,12 +215,15 @@ def test_as_cute(tokens, config, tmp_path):
     texts = {name: text for name, text, _ in found}
     ours = (ROOT / "csrc/sm100/ptx_sm100.cuh").read_text()
     assert texts["cp"] + " [" in ours and texts["commit"] + " [" in ours
-    assert texts["mma"].removesuffix(".collector::a::discard") + " [" in ours
+    assert (
+        texts["mma"].removesuffix(".collector::a::discard").removeprefix("tcgen05.mma.cta_group::1.") in ours
+    )
     theirs = Step(
         [tuple(words) for name, _, words in found if name == "cp"],
         [tuple(words) for name, _, words in found if name == "mma"],
+        COLUMNS[format],
     )
-    mine = our_step(tokens, config)
+    mine = our_step(tokens, config, format)
     assert mine.instruction == theirs.instruction
     assert mine.words == theirs.words
     if tokens > 128 or config != 0:  # with room for more tokens, the columns of parts are farther apart

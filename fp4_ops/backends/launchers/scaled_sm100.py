@@ -1,4 +1,4 @@
-"""Launches csrc/sm100: NVFP4 rows by NVFP4 weights, both in layout plain, on GPUs of compute capability 10.x.
+"""Launches csrc/sm100: FP4 rows by FP4 weights, both in layout plain, on GPUs of compute capability 10.x.
 
 `scaled.py` does the same for 12.x, and defines rows, weights and routes.
 """
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...meta.formats import FORMATS, FP4_FORMATS
 from .library import call
 from .scaled import Route, Rows, ScaledProduct, Weights, candidate_name, has_kernels, shared_arguments
 
 MAJOR = 10
 """Major compute capability of the GPUs whose tensor cores have the instruction."""
-KINDS = ("nvfp4",)
+KINDS = FP4_FORMATS
 """Formats of the rows and weights that the kernels multiply."""
 CANDIDATES = 3
 """Number of candidates in csrc/sm100/products_host.cuh."""
@@ -42,19 +43,21 @@ def built(device_index: int) -> bool:
 # --- the weights' scales ---
 
 
-def swizzled(scale: Tensor) -> Tensor:
-    """Returns scales [groups, N, K/16] in blocks of 128 rows by 4, uint8 [groups, ceil(N/128) * 8 * K].
+def swizzled(scale: Tensor, nvfp4: bool) -> Tensor:
+    """Returns scales [groups, N, S] in blocks of 128 rows by 4, uint8 [groups, bytes].
 
     Each block has 512 bytes: the scale of row r and column c is at 16 (r % 32) + 4 (r // 32) + c. Blocks
-    follow each other along K first. Rows that do not exist have scales 0. This is the order of
-    SwizzleType.SWIZZLE_32_4_4 of `torch.nn.functional.scaled_mm`. A scale with a sign becomes NaN, because
-    tensor cores read scales without signs.
+    follow each other along K first. Rows and columns that do not exist have scales 0. This is the order of
+    SwizzleType.SWIZZLE_32_4_4 of `torch.nn.functional.scaled_mm`. An e4m3 scale with a sign becomes NaN,
+    because tensor cores read scales without signs. Those of mxfp4 are ue8m0, which has none.
     """
     groups, n, columns = scale.shape
-    padded = scale.view(torch.uint8) if n % TILE == 0 else pad(scale.view(torch.uint8), (0, 0, 0, -n % TILE))
-    rows = padded.view(groups, -1, 4, TILE // 4, columns // PART, PART).permute(0, 1, 4, 3, 2, 5)
+    padded = scale.view(torch.uint8)
+    if n % TILE or columns % PART:
+        padded = pad(padded, (0, -columns % PART, 0, -n % TILE))
+    rows = padded.view(groups, -1, 4, TILE // 4, padded.shape[2] // PART, PART).permute(0, 1, 4, 3, 2, 5)
     blocks = torch.empty(rows.shape, dtype=torch.uint8, device=scale.device)
-    return torch.clamp(rows, max=NAN, out=blocks).view(groups, -1)
+    return torch.clamp(rows, max=NAN if nvfp4 else 0xFF, out=blocks).view(groups, -1)
 
 
 # --- launches ---
@@ -69,7 +72,9 @@ def arguments(
     `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1. The
     route must have no `sorted_rows`.
     """
-    given, alive = shared_arguments(x, w, swizzled(w.scale), SCALE_BYTES, out, m, route, config)
+    given, alive = shared_arguments(
+        x, w, swizzled(w.scale, FORMATS[w.format].has_global_scale), SCALE_BYTES, out, m, route, config
+    )
     return ScaledProduct(**given), alive
 
 

@@ -89,7 +89,7 @@ void wgmma_wait(int pending);
 struct TensorProduct {
   uint32_t d, instruction, a_scales, b_scales;
   uint64_t a, b;
-  bool keep;
+  bool keep, nvfp4;  // or mxfp4
 };
 
 void tensor_allocate(uint32_t smem, uint32_t columns);

@@ -32,8 +32,9 @@ double code_value(uint32_t code) {
   return code & 8 ? -kValues[code & 7] : kValues[code];
 }
 
-// ue4m3: 7 bits.
-double scale_value(uint32_t bits) {
+// ue4m3, which has 7 bits, or ue8m0.
+double scale_value(uint32_t bits, bool e4m3) {
+  if (!e4m3) return (bits & 255) == 255 ? NAN : std::ldexp(1.0, static_cast<int>(bits & 255) - 127);
   const uint32_t exponent = bits >> 3 & 15, mantissa = bits & 7;
   if ((bits & 127) == 127) return NAN;
   return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, static_cast<int>(exponent) - 10);
@@ -85,8 +86,8 @@ void Block::run_copy(const TensorWork& work) {
 }
 
 // The values of an operand with its scales: [K][rows] if `k_first`, else [rows][K].
-bool Block::read_operand(uint64_t descriptor, uint32_t scales, int rows, bool k_first,
-                         std::vector<double>& to) {
+bool Block::read_operand(uint64_t descriptor, uint32_t scales, int first_scale, bool nvfp4, int rows,
+                         bool k_first, std::vector<double>& to) {
   Matrix matrix;
   if (!read_descriptor(descriptor, matrix) || matrix.swizzle != 128 || matrix.start % 32 != 0) {
     fail("a wrong descriptor of codes");
@@ -106,7 +107,8 @@ bool Block::read_operand(uint64_t descriptor, uint32_t scales, int rows, bool k_
     }
     for (int k = 0; k < kPart; ++k) {
       const uint8_t pair = memory_[swizzled(line + k / 2, 128)];
-      const double value = code_value(k % 2 ? pair >> 4 : pair & 15) * scale_value(*word >> 8 * (k / 16));
+      const double scale = scale_value(*word >> 8 * (first_scale + k / (nvfp4 ? 16 : 32)), nvfp4);
+      const double value = code_value(k % 2 ? pair >> 4 : pair & 15) * scale;
       to[k_first ? k * rows + row : row * kPart + k] = value;
     }
   }
@@ -116,13 +118,17 @@ bool Block::read_operand(uint64_t descriptor, uint32_t scales, int rows, bool k_
 void Block::run_multiply(const TensorWork& work) {
   const uint32_t i = work.instruction;
   const int tokens = (i >> 17 & 63) * 8;
-  // One CTA: 128 rows, e2m1 by e2m1, ue4m3 scales, nothing negated or transposed, no ids of scales.
-  if ((i & ~(63u << 17)) != 0x08000480 || tokens < 8 || tokens > 256) {
+  const int a_first = i >> 29 & 3, b_first = i >> 4 & 3;
+  // One CTA: 128 rows, e2m1 by e2m1, ue4m3 or ue8m0 scales, nothing negated or transposed. Of a word of four
+  // scales, nvfp4 takes all, and mxfp4 the first or the last two.
+  const uint32_t rest = i & ~(63u << 17 | 3u << 29 | 3u << 4);
+  const bool right_first = work.nvfp4 ? a_first + b_first == 0 : a_first % 2 + b_first % 2 == 0;
+  if (rest != (work.nvfp4 ? 0x08000480 : 0x08800480) || !right_first || tokens < 8 || tokens > 256) {
     return fail("a wrong instruction descriptor");
   }
   std::vector<double> a, b, sums(kLanes * tokens);
-  if (!read_operand(work.a, work.a_scales, kLanes, false, a)) return;
-  if (!read_operand(work.b, work.b_scales, tokens, true, b)) return;
+  if (!read_operand(work.a, work.a_scales, a_first, work.nvfp4, kLanes, false, a)) return;
+  if (!read_operand(work.b, work.b_scales, b_first, work.nvfp4, tokens, true, b)) return;
   for (int row = 0; row < kLanes; ++row) {
     for (int n = 0; n < tokens; ++n) {
       const uint32_t* const from = tensor_.at(work.d, row, n);
@@ -225,11 +231,11 @@ void tensor_load_wait() {
 }
 
 void tensor_copy(uint32_t address, uint64_t descriptor) {
-  start({TensorWork::kCopy, address, 0, 0, 0, descriptor, 0, false});
+  start({TensorWork::kCopy, address, 0, 0, 0, descriptor, 0, false, false});
 }
 
 void tensor_multiply(const TensorProduct& p) {
-  start({TensorWork::kMultiply, p.d, p.instruction, p.a_scales, p.b_scales, p.a, p.b, p.keep});
+  start({TensorWork::kMultiply, p.d, p.instruction, p.a_scales, p.b_scales, p.a, p.b, p.keep, p.nvfp4});
   if (p.keep) return;
   const int tokens = (p.instruction >> 17 & 63) * 8;
   for (int row = 0; row < kLanes; ++row) {
@@ -239,7 +245,7 @@ void tensor_multiply(const TensorProduct& p) {
   }
 }
 
-void tensor_commit(uint32_t barrier) { start({TensorWork::kCommit, barrier, 0, 0, 0, 0, 0, false}); }
+void tensor_commit(uint32_t barrier) { start({TensorWork::kCommit, barrier, 0, 0, 0, 0, 0, false, false}); }
 
 void store_shared(uint32_t smem, const void* from, uint32_t bytes) {
   if (!block->holds(smem, bytes) || smem % bytes != 0) block->fail("a store goes beyond shared memory");

@@ -1,6 +1,6 @@
 """Multiplies FP4 rows by FP4 weights with the CUDA kernels of csrc/sm100 and csrc/sm120, not with Triton's.
 
-They run on GPUs of compute capability 10.x (nvfp4) and 12.x (nvfp4 and mxfp4) that `_sm80.so` was built for.
+They run on GPUs of compute capability 10.x and 12.x that `_sm80.so` was built for.
 Nobody has run them on a GPU: they were only compiled and emulated. So each format's first use on a GPU is
 compared with the dequantised product. Triton's kernels run if that differs. This module does not need Triton.
 """
