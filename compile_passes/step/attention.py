@@ -23,6 +23,7 @@ from ..graph.nodes import (
     arguments,
     aten,
     integer,
+    is_float_cast,
     is_op,
     is_tensor,
     item,
@@ -59,6 +60,8 @@ class _Attention:
     values: fx.Node
     mask: fx.Node | None
     scale: float
+    hides: bool = False
+    """True if the mask is of the keys that are not seen."""
     sinks: fx.Node | None = None
     """Has a logit for each head, [H], which adds to the sum of the weights and has no value."""
 
@@ -66,7 +69,7 @@ class _Attention:
 def write_attention(graph: fx.Graph) -> list[str]:
     """Rewrites the layers of a step of one token. Returns a sentence that says how many."""
     done = 0
-    for packet, read in ((aten.scaled_dot_product_attention, _fused), (aten.bmm, _with_sinks)):
+    for packet, read in ((aten.scaled_dot_product_attention, _fused), (aten.bmm, _written_out)):
         for node in graph.find_nodes(op="call_function", target=packet.default):
             attention = read(node)
             if attention is not None and _fits(attention):
@@ -96,7 +99,8 @@ def _write(graph: fx.Graph, a: _Attention) -> None:
         q = a.query
         q = operand(q) if swaps_heads(q) else graph.call_function(aten.transpose.int, (q, 1, 2))
         sinks = () if a.sinks is None else (a.sinks,)
-        out = graph.call_function(fp4.attention.default, (q, a.keys, a.values, a.mask, a.scale, *sinks))
+        mask = graph.call_function(aten.logical_not.default, (a.mask,)) if a.hides else a.mask
+        out = graph.call_function(fp4.attention.default, (q, a.keys, a.values, mask, a.scale, *sinks))
         swapped = graph.call_function(aten.transpose.int, (out, 1, 2))
         if is_op(a.node, aten.bmm):
             swapped = graph.call_function(aten.reshape.default, (swapped, list(map(int, shape(a.node)))))
@@ -147,33 +151,39 @@ def _fused(node: fx.Node) -> _Attention | None:
     return _Attention(node, query, keys, values, mask, float(scale))
 
 
-# --- attention with sinks, written out ---
+# --- attention as products and a softmax ---
 
 
-def _with_sinks(node: fx.Node) -> _Attention | None:
-    """Reads softmax(cat([q @ k.T * scale + mask, sinks]))[..., :-1] @ v for query heads that keys and values
-    are repeated for.
+def _written_out(node: fx.Node) -> _Attention | None:
+    """Reads softmax(q @ k.T * scale + mask) @ v, or softmax(cat([q @ k.T * scale + mask, sinks]))[..., :-1]
+    @ v, for query heads that keys and values are repeated for.
+
+    Without sinks a mask must hide by -inf: if no key is seen, a finite number would give the values' mean,
+    and -inf gives NaN, which is no result to keep.
     """
     if not is_tensor(node):
         return None
     weights, values = strip(operand(node)), node.args[1]
-    logits = _softmax_of(weights)
-    if logits is None or not is_op(logits, aten.cat) or value(logits).dim() != 4:
+    found = _with_sinks(weights) or _plain(weights)
+    if found is None or value(found[0]).dim() != 4:
         return None
-    a = arguments(logits)
-    if a["dim"] not in (-1, 3) or len(a["tensors"]) != 2:
-        return None
-    scores, sinks = a["tensors"]
+    scores, sinks = found
     sizes = [static_int(n) for n in (*shape(scores), shape(node)[-1])]
     b, heads, tokens, length, d = (n or 0 for n in sizes)
     product_sizes = b * heads, 1, length
     if tokens != 1 or not same_shape(shape(operand(node)), product_sizes):
         return None
-    sinks = _sinks(sinks, heads)
-    added = _added_mask(scores)
-    scores, seen = (scores, None) if added is None else (added[0], _mask(added[1], b, length))
+    if sinks is not None:
+        sinks = _sinks(sinks, heads)
+        if sinks is None:
+            return None
+    masked, mask = _masked(scores), None
+    if masked is not None:
+        scores, mask = masked.scores, _mask(masked.mask, b, length)
+        if mask is None or (found[1] is None and masked.lowest != -torch.inf):
+            return None
     product = _scaled(scores)
-    if sinks is None or (added is not None and seen is None) or product is None:
+    if product is None:
         return None
     multiplied, scale = product
     turned = strip(operand(multiplied, 1))
@@ -184,7 +194,33 @@ def _with_sinks(node: fx.Node) -> _Attention | None:
     v = _unrepeated(_as(values, (b, heads, length, d)), (b, heads, length, d))
     if query is None or k is None or v is None:
         return None
-    return _Attention(node, query, k, v, seen, scale, sinks)
+    hides = masked is not None and masked.hides
+    return _Attention(node, query, k, v, mask, scale, hides, sinks)
+
+
+def _with_sinks(weights: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """Returns the scores and the sinks that were put beside them."""
+    logits = _softmax_of(weights)
+    if logits is None or not is_op(logits, aten.cat) or value(logits).dim() != 4:
+        return None
+    a = arguments(logits)
+    if a["dim"] not in (-1, 3) or len(a["tensors"]) != 2:
+        return None
+    scores, sinks = a["tensors"]
+    return scores, sinks
+
+
+def _plain(weights: fx.Node) -> tuple[fx.Node, None] | None:
+    """Returns the scores of a softmax without sinks, which may be computed in float32."""
+    if is_float_cast(weights):
+        weights = strip(operand(weights))
+    if not is_op(weights, aten._softmax) or value(weights).dim() != 4:
+        return None
+    a = arguments(weights)
+    scores = strip(a["self"])
+    if is_float_cast(scores):
+        scores = strip(operand(scores))
+    return (scores, None) if a["dim"] in (-1, 3) else None
 
 
 def _swaps_last(x: fx.Node) -> bool:
@@ -240,18 +276,54 @@ def _sinks(x: fx.Node, heads: Any) -> fx.Node | None:
     return _as(x, (heads,)) if same_shape(shape(x), (1, heads, 1, 1)) else None
 
 
-def _added_mask(scores: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Returns (scores, seen) of `scores + where(seen, 0, lowest)`."""
-    if not is_op(scores, aten.add) or arguments(scores).get("alpha", 1) != 1:
+@dataclass(frozen=True)
+class _Masked:
+    """Logits of which some are hidden: by -inf, or by a number so low that other logits and sinks win."""
+
+    scores: fx.Node
+    mask: fx.Node
+    hides: bool
+    """True if the mask is True for hidden keys; else it is True for those that are seen."""
+    lowest: float
+
+
+def _masked(logits: fx.Node) -> _Masked | None:
+    """Reads `scores + where(seen, 0, lowest)`, `scores.masked_fill(hidden, lowest)` and the like."""
+    if is_op(logits, aten.add) and arguments(logits).get("alpha", 1) == 1:
+        a = arguments(logits)
+        orders = (a["self"], a["other"]), (a["other"], a["self"])
+        for scores, mask in orders:
+            if is_op(mask, aten.where, aten.masked_fill) and value(mask).dtype == value(logits).dtype:
+                found = _choice(mask)
+                if found is not None and _constant(found[0]) == 0:
+                    return _hidden(logits, scores, *found[1:])
         return None
-    a = arguments(scores)
-    mask = a["other"]
-    if not is_op(mask, aten.where) or value(mask).dtype != value(scores).dtype:
+    found = _choice(logits)
+    return None if found is None else _hidden(logits, *found)
+
+
+def _choice(x: fx.Node) -> tuple[Any, Any, bool, float] | None:
+    """Returns (kept, mask, hides, lowest) of a tensor that is `kept`, or `lowest` where the mask hides it."""
+    if is_op(x, aten.masked_fill):
+        a = arguments(x)
+        kept, mask, hides, low = a["self"], a["mask"], True, a["value"]
+    elif is_op(x, aten.where) and len(x.args) == 3:
+        mask, kept, low = x.args
+        hides = (_constant(low) or 0) >= 0
+        if hides:
+            kept, low = low, kept
+    else:
         return None
-    seen, zero, lowest = mask.args
-    least = torch.finfo(value(scores).dtype).min
-    known = _constant(zero) == 0 and (_constant(lowest) or 0) <= least
-    return (a["self"], seen) if known and is_tensor(a["self"]) and is_tensor(seen) else None
+    lowest = _constant(low)
+    return None if lowest is None else (kept, mask, hides, lowest)
+
+
+def _hidden(logits: fx.Node, scores: Any, mask: Any, hides: bool, lowest: float) -> _Masked | None:
+    if not is_tensor(scores) or not is_tensor(mask) or not same_shape(shape(scores), shape(logits)):
+        return None
+    alike = value(scores).dtype == value(logits).dtype
+    low = lowest <= torch.finfo(value(logits).dtype).min
+    return _Masked(scores, mask, hides, lowest) if alike and low else None
 
 
 def _constant(x: Any) -> float | None:
@@ -270,14 +342,16 @@ def _constant(x: Any) -> float | None:
 
 
 def _scaled(scores: fx.Node) -> tuple[fx.Node, float] | None:
-    """Returns (the product, scale) of `product * scale`."""
-    if not is_op(scores, aten.mul):
-        return None
-    product, scale = scores.args
-    if not is_tensor(product) or not isinstance(scale, (int, float)):
-        return None
-    product = strip(product)
-    return (product, float(scale)) if is_op(product, aten.bmm) else None
+    """Returns (the product, scale) of `product * scale`, `product / number` or the product alone."""
+    scale = 1.0
+    if is_op(scores, aten.mul, aten.div) and not scores.kwargs and len(scores.args) == 2:
+        product, number = scores.args
+        if not is_tensor(product) or not isinstance(number, (int, float)) or number == 0:
+            return None
+        scale = float(number) if is_op(scores, aten.mul) else 1 / number
+        scores = product
+    scores = strip(scores)
+    return (scores, scale) if is_op(scores, aten.bmm) else None
 
 
 def _unrepeated(x: fx.Node | None, sizes: tuple[Any, ...]) -> fx.Node | None:

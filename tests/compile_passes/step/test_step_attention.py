@@ -202,7 +202,7 @@ def test_attention_with_sinks_is_one_call(kind):
 @pytest.mark.parametrize(
     "kind",
     [
-        "two tokens", "mask of heads", "a bias", "not low", "low of float16", "swapped", "sinks in float32",
+        "two tokens", "mask of heads", "a bias", "not low", "low of float16", "sinks in float32",
         "repeated apart", "scaled later", "sinks of tokens", "two sinks", "sinks first", "first dropped",
         "less the first", "less the smallest", "less all", "of heads",
     ],
@@ -215,6 +215,85 @@ def test_attention_with_sinks_that_stays(kind):
 def test_a_mask_that_hides_what_another_shows():
     (call,) = run(Sunk("inverted")).calls(fp4.attention.default)
     assert call.args[3].target is not aten.le.Tensor
+
+
+def test_a_mask_of_hidden_keys_is_inverted():
+    (call,) = run(Sunk("swapped")).calls(fp4.attention.default)
+    assert call.args[3].target is aten.logical_not.default
+
+
+class Written(torch.nn.Module):
+    """Attention as products and a softmax. `kind` names what is different."""
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        self.kind = kind
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.randn(B, K, LENGTH, D).to(BF16))
+        self.register_buffer("count", torch.tensor(2))
+        self.q = torch.randn(B, 1, Q, D).to(BF16)
+
+    def hide(self, scores):
+        kind, low = self.kind, -torch.inf
+        seen = (torch.arange(LENGTH) <= self.count)[None, None, None]
+        if kind == "finite":
+            low = torch.finfo(BF16).min
+        if kind == "not low":
+            return scores.masked_fill(~seen, -5.0)
+        if kind == "== 0":
+            return scores.masked_fill(seen == 0, low)
+        if kind == "where":
+            return torch.where(seen, scores, low)
+        if kind == "where hidden":
+            return torch.where(self.count < torch.arange(LENGTH)[None, None, None], low, scores)
+        if kind == "multiplied":
+            return scores * seen
+        if kind == "mask first":
+            return torch.zeros(1, 1, 1, LENGTH, dtype=BF16).masked_fill(~seen, low) + scores
+        if kind == "biases":
+            return scores + torch.arange(LENGTH).to(BF16)
+        return scores.masked_fill(~seen, low)
+
+    def forward(self, q):
+        kind = self.kind
+        self.values.index_copy_(2, self.count[None], q[:, :, :K].transpose(1, 2))
+        keys, values = (x[:, :, None].expand(B, K, Q // K, LENGTH, D) for x in (self.keys, self.values))
+        keys, values = keys.reshape(B, Q, LENGTH, D), values.reshape(B, Q, LENGTH, D)
+        scores = q.transpose(1, 2) @ keys.transpose(2, 3)
+        if kind == "scale of data":
+            scores = scores * self.count
+        elif kind == "divided":
+            scores = scores / 4.0
+        else:
+            scores = scores * 0.25
+        if kind == "soft cap":
+            scores = torch.tanh(scores / 5.0) * 5.0
+        if kind not in ("no mask", "later"):
+            scores = self.hide(scores)
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32 if kind == "float32" else None).to(BF16)
+        if kind == "later":
+            weights = weights * (torch.arange(LENGTH) <= self.count)
+        return (weights @ values).transpose(1, 2).reshape(B, 1, -1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["", "no mask", "divided", "float32", "== 0", "where", "where hidden", "mask first"],
+)
+def test_products_and_a_softmax_are_one_call(kind):
+    done = run(Written(kind))
+    (call,) = done.calls(fp4.attention.default)
+    assert call.args[1].meta["val"].shape == (B, K, LENGTH, D) and call.args[4] == 0.25
+    assert (call.args[3] is None) == (kind == "no mask")
+    assert not {n.target for n in done.graph.nodes} & {aten.bmm.default, aten._softmax.default}
+
+
+@pytest.mark.parametrize(
+    "kind", ["finite", "not low", "multiplied", "biases", "scale of data", "soft cap", "later"]
+)
+def test_products_and_a_softmax_that_stay(kind):
+    done = run(Written(kind))
+    assert not done.calls(fp4.attention.default) and done.said == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
