@@ -26,10 +26,11 @@ same_tokens: the share of the first process's greedy tokens that are the same. A
 chooses almost by chance, so after one different token the texts have nothing in common; `demo` is more
 informative. differing: the number of texts with a different token. gap: at the first difference of a text,
 how much larger the first process's log probability of its own token was than of the other process's token;
-the maximum over texts. drift: how much the difference between the log probabilities of the two best tokens
-changes from the first process to the other; the maximum over tokens before the first difference. A gap that
-is not larger than the drift is explained by rounding. median_gap: the median, over all tokens of the first
-process, of the difference between its two best tokens.
+the maximum over texts, null if a token of the other process is not among the first process's BEST. drift: how
+much the difference between the log probabilities of the two best tokens changes from the first process to the
+other; the maximum over tokens before the first difference. A gap that is not larger than the drift is
+explained by rounding. median_gap: the median, over all tokens of the first process, of the difference between
+its two best tokens.
 
 --python: an interpreter of an environment with vLLM and fp4_ops (docs/serving.md); this one, if not given.
 """
@@ -379,7 +380,7 @@ def of_kernels(
         }  # fmt: skip
 
 
-def compared(base: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+def compared(base: dict[str, Any], other: dict[str, Any]) -> dict[str, float | None]:
     """Returns how many greedy tokens are equal, and how sure the first process was of those that are not."""
     same = [x == y for a, b in zip(base["tokens"], other["tokens"]) for x, y in zip(a, b)]
     gaps, drift = [], [0.0]
@@ -394,7 +395,7 @@ def compared(base: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     return {
         "same_tokens": sum(same) / len(same),
         "differing": len(gaps),
-        "gap": max(gaps, default=0.0),
+        "gap": None if math.inf in gaps else max(gaps, default=0.0),
         "drift": max(drift),
         "median_gap": statistics.median(s[0][1] - s[1][1] for text in base["best"] for s in text),
     }
