@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -121,7 +122,7 @@ def command(name: str, arguments: list[str]) -> str:
     """Returns the command as a user types it. Absolute paths belong to another machine, so only their last
     part is kept."""
     words = [Path(a).name if os.path.isabs(a) else a for a in arguments]
-    return " ".join(["python benchmarks/run.py", name, *(f'"{w}"' if " " in w else w for w in words)])
+    return " ".join(["python benchmarks/run.py", name, *map(shlex.quote, words)])
 
 
 def new_record(name: str, arguments: list[str]) -> dict[str, Any]:

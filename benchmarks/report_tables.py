@@ -467,13 +467,19 @@ def summary() -> str:
         best, label = min(
             (s, n) for s, n in ((stock, "transformers"), (grouped, "transformers, grouped_mm")) if s
         )
-        what = f"decoding step, batch {batch}, ms"
+        what = f"a step of `generate`, batch {batch}, ms"
         lines.append([what, "H200", label, best, ours, best / ours])
     name = "generate_h200"
     stock, ours = (one(name, "prefill", variant=v)["ms"] for v in ("stock", "prepared-backend"))
     lines.append(["prefill of 4096 tokens, ms", "H200", "transformers", stock, ours, stock / ours])
     stock, ours = (one(name, "expert bytes", variant=v)["gb"] for v in ("stock", "prepared-backend"))
     lines.append(["expert weights, GB", "H200", "bf16", stock, ours, stock / ours])
+    for batch in (1, 32):
+        case = {"model": "qwen3-30b", "batch": batch}
+        found = [r for r in rows("vllm_engine_48_h200", "engine") if case.items() <= r.items()][:2]
+        stock, ours = (r["decode_tokens_s"] for r in found)
+        what = f"tokens/s in vLLM, batch {batch}"
+        lines.append([what, "H200", "vLLM (Marlin)", stock, ours, found[1]["speedup"]])
     card = {"humming_h100": "H100", "humming_h200": "H200"}
     for name, where in card.items():
         median = statistics.median(humming_ratios(name, "bf16"))
