@@ -36,8 +36,8 @@ def why_not_device() -> str:
     """
     if current_platform.is_cpu():
         return ""
-    # On Hopper our blocks are faster than vLLM's, but in its whole engine one sequence was slower, for an
-    # unknown reason (docs/serving.md).
+    # On a GPU vLLM's own kernels serve these folders, too. On Hopper its engine is faster with ours, but only
+    # one model was measured with all its layers (docs/serving.md).
     return f"fp4_ops takes folders by itself only on CPUs; --quantization {NAME} asks for it on a GPU"
 
 
