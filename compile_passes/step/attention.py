@@ -220,7 +220,8 @@ def _plain(weights: fx.Node) -> tuple[fx.Node, None] | None:
     scores = strip(a["self"])
     if is_float_cast(scores):
         scores = strip(operand(scores))
-    return (scores, None) if a["dim"] in (-1, 3) else None
+    whole = same_shape(shape(scores), shape(weights))  # a reshape may divide the keys
+    return (scores, None) if whole and a["dim"] in (-1, 3) else None
 
 
 def _swaps_last(x: fx.Node) -> bool:

@@ -268,9 +268,12 @@ class Written(torch.nn.Module):
             scores = scores * 0.25
         if kind == "soft cap":
             scores = torch.tanh(scores / 5.0) * 5.0
-        if kind not in ("no mask", "later"):
+        if kind not in ("no mask", "later", "halves"):
             scores = self.hide(scores)
+        if kind == "halves":
+            scores = scores.view(B, Q, 2, LENGTH // 2)
         weights = F.softmax(scores, dim=-1, dtype=torch.float32 if kind == "float32" else None).to(BF16)
+        weights = weights.view(B, Q, 1, LENGTH)
         if kind == "later":
             weights = weights * (torch.arange(LENGTH) <= self.count)
         return (weights @ values).transpose(1, 2).reshape(B, 1, -1)
@@ -289,7 +292,7 @@ def test_products_and_a_softmax_are_one_call(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["finite", "not low", "multiplied", "biases", "scale of data", "soft cap", "later"]
+    "kind", ["finite", "not low", "multiplied", "biases", "scale of data", "soft cap", "later", "halves"]
 )
 def test_products_and_a_softmax_that_stay(kind):
     done = run(Written(kind))
