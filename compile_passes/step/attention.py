@@ -69,11 +69,12 @@ class _Attention:
 def write_attention(graph: fx.Graph) -> list[str]:
     """Rewrites the layers of a step of one token. Returns a sentence that says how many."""
     done = 0
+    inverted: dict[fx.Node, fx.Node] = {}
     for packet, read in ((aten.scaled_dot_product_attention, _fused), (aten.bmm, _written_out)):
         for node in graph.find_nodes(op="call_function", target=packet.default):
             attention = read(node)
             if attention is not None and _fits(attention):
-                _write(graph, attention)
+                _write(graph, attention, inverted)
                 done += 1
     what = "attention of one token begins early"
     return [f"decoding step ({done}x): {what} (fp4::attention)"] if done else []
@@ -94,12 +95,18 @@ def _fits(a: _Attention) -> bool:
     return heads % kv_heads == 0
 
 
-def _write(graph: fx.Graph, a: _Attention) -> None:
+def _write(graph: fx.Graph, a: _Attention, inverted: dict[fx.Node, fx.Node]) -> None:
     with graph.inserting_before(a.node):
         q = a.query
         q = operand(q) if swaps_heads(q) else graph.call_function(aten.transpose.int, (q, 1, 2))
         sinks = () if a.sinks is None else (a.sinks,)
-        mask = graph.call_function(aten.logical_not.default, (a.mask,)) if a.hides else a.mask
+        mask = a.mask
+        if mask is not None and a.hides:
+            # One node for all layers, so that they share what it computes (shared.py).
+            if mask not in inverted:
+                inverted[mask] = graph.call_function(aten.logical_not.default, (mask,))
+                inverted[mask].meta["val"] = torch.logical_not(value(mask))
+            mask = inverted[mask]
         out = graph.call_function(fp4.attention.default, (q, a.keys, a.values, mask, a.scale, *sinks))
         swapped = graph.call_function(aten.transpose.int, (out, 1, 2))
         if is_op(a.node, aten.bmm):
@@ -322,9 +329,19 @@ def _choice(x: fx.Node) -> tuple[Any, Any, bool, float] | None:
 def _hidden(logits: fx.Node, scores: Any, mask: Any, hides: bool, lowest: float) -> _Masked | None:
     if not is_tensor(scores) or not is_tensor(mask) or not same_shape(shape(scores), shape(logits)):
         return None
+    if hides and _inverts(mask):
+        mask, hides = operand(mask), False
     alike = value(scores).dtype == value(logits).dtype
     low = lowest <= torch.finfo(value(logits).dtype).min
     return _Masked(scores, mask, hides, lowest) if alike and low else None
+
+
+def _inverts(mask: fx.Node) -> bool:
+    """Returns whether the mask is `~seen` or `seen == 0` of a boolean tensor."""
+    inverts = is_op(mask, aten.logical_not, aten.bitwise_not) or (
+        is_op(mask, aten.eq) and isinstance(mask.args[1], (int, float)) and mask.args[1] == 0
+    )
+    return inverts and value(operand(mask)).dtype == torch.bool
 
 
 def _constant(x: Any) -> float | None:

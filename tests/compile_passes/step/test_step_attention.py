@@ -291,6 +291,32 @@ def test_products_and_a_softmax_are_one_call(kind):
     assert not {n.target for n in done.graph.nodes} & {aten.bmm.default, aten._softmax.default}
 
 
+class Layers(torch.nn.Module):
+    """Layers that hide the same keys. `kind` says who computes the mask."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Written(kind) for _ in range(3))
+        self.register_buffer("count", torch.tensor(2))
+        self.q = torch.randn(B, 1, Q, D).to(BF16)
+        if kind == "given":
+            for layer in self.layers:
+                layer.hide = lambda scores: scores.masked_fill(self.hidden, -torch.inf)
+
+    def forward(self, q):
+        self.hidden = (self.count < torch.arange(LENGTH))[None, None, None]
+        return sum(layer(q) for layer in self.layers)
+
+
+@pytest.mark.parametrize(("kind", "inversions"), [("given", 1), ("", 0), ("== 0", 0)])
+def test_hidden_keys_are_inverted_once(kind, inversions):
+    done = run(Layers(kind))
+    assert len(done.calls(fp4.attention.default)) == 3
+    masks = {call.args[3] for call in done.calls(fp4.attention.default)}
+    assert len(masks) == (1 if kind == "given" else 3)
+    assert sum(mask.target is aten.logical_not.default for mask in masks) == inversions
+
+
 @pytest.mark.parametrize(
     "kind", ["finite", "not low", "multiplied", "biases", "scale of data", "soft cap", "later", "halves"]
 )
