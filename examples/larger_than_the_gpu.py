@@ -65,6 +65,10 @@ def main() -> None:
     print(report)
     numbers = all(word.isdigit() for word in args.prompt.split())
     tokenizer = None if numbers else AutoTokenizer.from_pretrained(args.model)
+    if tokenizer is not None and not tokenizer(args.prompt).input_ids:
+        raise SystemExit(
+            f"{args.model} has no tokenizer; the prompt must be token numbers, such as '17 4 25'"
+        )
     ids = torch.tensor([[*map(int, args.prompt.split())] if numbers else tokenizer(args.prompt).input_ids])
     ids = ids.to(model.device)
     model.generate(

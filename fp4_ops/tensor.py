@@ -325,6 +325,17 @@ def _transpose(func: Any, w: FP4Tensor, dim0: int, dim1: int) -> FP4Tensor:
     return _t(func, w)
 
 
+@_implements(aten.permute.default)
+def _permute(func: Any, w: FP4Tensor, dims: list[int]) -> FP4Tensor:
+    """Is what `w.T` of a matrix calls."""
+    order = [dim % w.dim() for dim in dims]
+    if order == list(range(w.dim())):
+        return _same(aten.alias.default, w)
+    if w.dim() < 2 or order != [*range(w.dim() - 2), w.dim() - 1, w.dim() - 2]:
+        _refuse(func, "only its last two dimensions can be transposed")
+    return _t(func, w)
+
+
 @_implements(aten.select.int)
 def _select(func: Any, w: FP4Tensor, dim: int, index: int) -> FP4Tensor:
     if w.dim() < 3 or dim % w.dim() >= w.dim() - 2:

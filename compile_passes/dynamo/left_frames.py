@@ -86,7 +86,8 @@ def guarded(method: Function) -> Function:
             left = None if tracer is None or kwargs.get("package") is not None else _as_it_is(code, tracer)
             if left is None:
                 raise
-            left_out.note_left(args[1].values(), error)
+            if _read.left is None:  # explain reports it itself
+                left_out.note_left(args[1].values(), error)
             if limits.is_last():
                 error.frame_exec_strategy = api.FrameExecStrategy(  # type: ignore[assignment]
                     api.FrameAction.RUN_ONLY, api.FrameAction.DEFAULT

@@ -137,6 +137,8 @@ def test_grouped_mm(format, device):
 SPELLINGS = {
     "t": lambda w, w3, x, x3: torch.mm(x, w.t()),
     "mT": lambda w, w3, x, x3: x @ w.mT,
+    "T": lambda w, w3, x, x3: x @ w.T,
+    "permute": lambda w, w3, x, x3: torch.bmm(x3, w3.permute(0, 2, 1)),
     "transpose": lambda w, w3, x, x3: x @ w.transpose(-2, -1),
     "swapaxes": lambda w, w3, x, x3: torch.addmm(torch.ones(N), x, w.swapaxes(0, 1)),
     "adjoint": lambda w, w3, x, x3: x @ w.adjoint(),
@@ -192,6 +194,7 @@ def test_everything_else_is_refused_by_name():
         (lambda: x.t() @ w, "aten.mm.default"),
         (lambda: w.transpose(0, 1).to(torch.int8), "aten._to_copy.default"),
         (lambda: weight("nvfp4", G, N, K).transpose(0, 1), "aten.transpose.int"),
+        (lambda: weight("nvfp4", G, N, K).permute(1, 0, 2), "aten.permute.default"),
         (lambda: w[0], "aten.select.int"),
         (lambda: w.copy_(x[:2]), "aten.copy_.default"),
         (lambda: x.copy_(w), "aten.copy_.default"),

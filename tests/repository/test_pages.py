@@ -103,11 +103,10 @@ def test_python(page, i, folder, monkeypatch, fresh_dynamo, registered):
         pytest.importorskip("transformers", "5.23")
     if "generate_batch" in code:
         pytest.skip("test_serving.py runs such a call")
-    names = {} if code.startswith("hit") else {"model": demo_model()}
-    if code.startswith("hit"):  # a loop of a model's own
-        ids = torch.rand(5, 4).topk(2).indices
-        one_hot = F.one_hot
-        names |= {"ids": ids, "E": 4, "one_hot": one_hot, "mask": one_hot(ids, 4).permute(2, 1, 0)}
+    own_loop = "for e in hit" in code
+    names = {} if own_loop else {"model": demo_model()}
+    if own_loop:
+        names |= {"ids": torch.rand(5, 4).topk(2).indices, "E": 4, "one_hot": F.one_hot}
         names |= {
             "x": torch.randn(5, 8),
             "experts": torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4)),

@@ -250,9 +250,11 @@ class InAGenerator(ListStyle):
         (InAGenerator, "if ids.max().item() > 10**6:", "no number leaves the graph"),
     ],
 )
-def test_a_graph_break_is_told_with_its_line_and_what_would_help(style, line, change):
-    """The line is that of the function that a generator or comprehension calls."""
+def test_a_graph_break_is_told_with_its_line_and_what_would_help(style, line, change, caplog):
+    """The line is that of the function that a generator or comprehension calls. Only the report tells it: no
+    warning sends the reader to `explain`."""
     report = fp4_ops.explain(style(), torch.randn(5, 32))
+    assert not [r for r in caplog.records if r.name.startswith("fp4_ops")]
     assert not any(site.rewritten for site in report.sites)
     told = [reason for reason in report.graph_breaks if line in reason]
     assert told and all("test_explain_cli.py:" in reason for reason in told), report.graph_breaks
