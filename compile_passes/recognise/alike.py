@@ -160,7 +160,7 @@ class Search:
                 before = max((depth.get(n, 0) for n in inputs), default=0)
                 if before or node in self._matrices:
                     depth[node] = before + (node in self._matrices)
-                if before and is_op(node, aten.sum, aten.bmm) and self._evidence.weighs(node):
+                if before and is_op(node, aten.sum, aten.bmm) and self._evidence.is_weighted(node):
                     key = ("sum", str(shape(node)), value(node).dtype, before)  # a sum of any number of terms
                 else:
                     key = self._call(node, kinds.__getitem__, [])

@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from ..graph.nodes import (
@@ -37,6 +38,7 @@ from ..graph.nodes import (
     item,
     operand,
     reached,
+    same_shape,
     several,
     shape,
     through,
@@ -58,6 +60,8 @@ _CHOICES = (
     aten.multinomial, aten.kthvalue,
 )  # fmt: skip
 _SOFT = (aten._softmax, aten.softmax, aten.sigmoid, aten.relu, aten.softplus)
+_POSITIVE = (aten.relu, aten.softplus)
+"""Those of `_SOFT` that do not limit scores from above."""
 _ATTENTION = (
     aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention,
@@ -105,9 +109,12 @@ class Evidence:
         self._hard: set[fx.Node] = set()
         """Choices, and nodes that are computed from them without a product with weights or a softmax."""
         self._soft: set[fx.Node] = set()
-        """The nodes of `_hard`, scores after a softmax or a sigmoid, and nodes that are computed from these
-        scores.
-        """
+        """The nodes of `_hard`, scores after one of `_SOFT`, and nodes that are computed from these alone. A
+        value that a score scales is no score: x * sigmoid(x) is an activation, like silu(x)."""
+        self._limited: set[fx.Node] = set()
+        """The nodes of `_soft` without those whose scores only `_POSITIVE` limits."""
+        self._weighted: set[fx.Node] = set()
+        """The nodes of `_soft`, and all nodes that are computed from them without a product with weights."""
         self._leads: set[fx.Node] = set()
         """Choices by a softmax or a topk, and the nodes that these are computed from."""
         for node in graph.nodes:
@@ -130,8 +137,24 @@ class Evidence:
         hard = _chooses(node) or not self._hard.isdisjoint(inputs)
         if hard and not is_op(node, aten._softmax, aten.softmax):
             self._hard.add(node)
-        if hard or is_op(node, *_SOFT) or not self._soft.isdisjoint(inputs):
+        made_of = self._made_of(node)
+        if hard or is_op(node, *_SOFT) or self._soft.issuperset(made_of or [node]):
             self._soft.add(node)
+        if node in self._soft or not self._weighted.isdisjoint(inputs):
+            self._weighted.add(node)
+        limits = is_op(node, *_SOFT) and not is_op(node, *_POSITIVE)
+        if hard or limits or self._limited.issuperset(made_of or [node]):
+            self._limited.add(node)
+
+    def _made_of(self, node: fx.Node) -> list[fx.Node]:
+        """Return the inputs that must be scores if the result is to be scores. Smaller operands of an
+        elementwise operator, such as a mask of tokens, do not matter, and neither do conditions and ids."""
+        inputs = [n for n in node.all_input_nodes if n in self._data and not _is_number(n)]
+        floats = [n for n in inputs if not is_tensor(n) or value(n).dtype.is_floating_point]
+        if is_pointwise(node):
+            whole = [n for n in floats if is_tensor(n) and same_shape(shape(n), shape(node))]
+            floats = whole or floats
+        return floats or [n for n in inputs if n in self._soft]
 
     # --- choices and scores ---
 
@@ -155,8 +178,12 @@ class Evidence:
         return node in self._hard
 
     def weighs(self, node: fx.Node) -> bool:
-        """Return whether a node holds a router's scores, or is computed from them."""
+        """Return whether a node holds a router's scores."""
         return node in self._soft
+
+    def is_weighted(self, node: fx.Node) -> bool:
+        """Return whether a node depends on a router's scores, such as outputs that they scale."""
+        return node in self._weighted
 
     def named(self, weight: fx.Node) -> bool:
         return self._facts.in_4_bits(weight) or bool(NAME.search(input_name(weight)))
@@ -206,8 +233,13 @@ class Evidence:
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
             return self.chosen(ids.node) and ids.node not in made
-        scores = (n for f in b.factors if E in free_axes(f) for n in _nodes(f))
-        return any(n in self._soft and n not in made for n in scores)
+        scores = [n for f in b.factors if E in free_axes(f) for n in _nodes(f)]
+        return self._are_scores(scores, self._soft) and any(n in self._soft and n not in made for n in scores)
+
+    def _are_scores(self, factors: Iterable[fx.Node], scores: Collection[fx.Node]) -> bool:
+        """Return whether the factors of the outputs that depend on inputs are scores. In x * sigmoid(x), x is
+        none."""
+        return all(n in scores for n in factors if n in self._data and value(n).dtype.is_floating_point)
 
     def of_mixture(self, m: Mixture, products: Collection[fx.Node]) -> bool:
         """Return whether a router decides which rows the experts of a block get, or how their outputs are
@@ -227,13 +259,15 @@ class Evidence:
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
             return self.chosen(ids.node) and not _depends(ids.node, of_experts, b.x.node)
-        # Without an activation, or after a layer that all experts share, scores that are not limited by a
-        # softmax or a sigmoid make the block a bilinear layer. If the layer itself reads the factors, it
-        # computes their weights (CondConv).
-        scores = self._soft if after_shared or b.act.term is UP else self._data
+        # Without an activation, or after a layer that all experts share, scores that nothing limits make the
+        # block a bilinear layer: the shared layer computes the weights of a kernel (CondConv). It does, too,
+        # if it reads the factors. Values after a ReLU may be any layer's, not only a router's.
+        scores = self._limited if after_shared else self._soft if b.act.term is UP else self._data
         read = behind(b.x.node) if after_shared else ()
+        factors = (n for t in b.factors if E in free_axes(t) for n in _nodes(t))
         found = (n for t in (*b.factors, *b.scales, *b.chosen) for n in _nodes(t) if n in scores)
-        if any(n not in read and not _depends(n, of_experts, b.x.node) for n in found):
+        own = (n for n in found if n not in read and not _depends(n, of_experts, b.x.node))
+        if self._are_scores(factors, scores) and next(own, None) is not None:
             return True
         if b.place is None:
             return False
@@ -382,6 +416,10 @@ class Evidence:
                     if self._tells(f, e, columns) and not all(map(carrier.makes, soft)):
                         return True
         return False
+
+
+def _is_number(node: fx.Node) -> bool:
+    return not isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
 
 
 def _chooses(node: fx.Node) -> bool:

@@ -262,6 +262,62 @@ class KernelByMean(ConditionalKernel):
         return torch.einsum("bth,bhk->btk", x, kernels)
 
 
+class KernelBeforeGate(ConditionalKernel):
+    """A gate scales the columns of the rows that meet the kernel. A column's gate is no expert's score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(H, H), nn.Linear(H, H)
+
+    def gated(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = torch.einsum("bn,nhk->bhk", self.route(x).sigmoid(), self.w)
+        return torch.einsum("bh,bhk->bk", self.gated(x), kernels)
+
+
+@own("a kernel for each example, x sigmoid(x)", 9, H)
+class KernelOfSwish(KernelBeforeGate):
+    def gated(self, x: Tensor) -> Tensor:
+        return x * x.sigmoid()
+
+
+@own("a kernel for each example, mish written out", 9, H)
+class KernelOfMish(KernelBeforeGate):
+    def gated(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return y * F.softplus(y).tanh()
+
+
+@own("a kernel for each example, ReLU", 9, H)
+class KernelOfRelu(KernelBeforeGate):
+    def gated(self, x: Tensor) -> Tensor:
+        return F.relu(self.up(x))
+
+
+@own("a kernel for each example, gated linear unit", 9, H)
+class KernelOfGlu(KernelBeforeGate):
+    def gated(self, x: Tensor) -> Tensor:
+        return self.up(x) * self.down(x).sigmoid()
+
+
+@own("a kernel for each example, gated residual", 9, H)
+class KernelOfResidual(KernelBeforeGate):
+    def gated(self, x: Tensor) -> Tensor:
+        return x + x * self.up(x).softmax(-1)
+
+
+@own("squeeze and excite, then a kernel for each example", 9, H)
+class KernelAfterExcitation(ConditionalKernel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.squeeze, self.excite = nn.Linear(H, 32), nn.Linear(32, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.excite(F.relu(self.squeeze(x))).sigmoid())
+
+
 # --- heads of one trunk ---
 
 

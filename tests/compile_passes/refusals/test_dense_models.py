@@ -27,6 +27,9 @@ UNROUTED = {
     "attention, then an FFN for each task": 1, "attention, then an FFN with a norm for each task": 1,
     "attention, then a layer for each task": 1,
     "a kernel for each example, after a ReLU": 1, "a kernel for each sequence, by its mean": 1,
+    "a kernel for each example, x sigmoid(x)": 1, "a kernel for each example, mish written out": 1,
+    "a kernel for each example, ReLU": 1, "a kernel for each example, gated linear unit": 1,
+    "a kernel for each example, gated residual": 1, "squeeze and excite, then a kernel for each example": 1,
 }  # fmt: skip
 """How many products are told of, with what would make them experts'."""
 
