@@ -67,8 +67,18 @@ def module_path(node: fx.Node) -> str:
 
 def input_name(placeholder: fx.Node) -> str:
     """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
-    name = plain_path(source_name(getattr(placeholder, "_dynamo_source", None)))
+    name = placeholder.meta.get(_PATH) or plain_path(
+        source_name(getattr(placeholder, "_dynamo_source", None))
+    )
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name
+
+
+_PATH = "fp4_path"
+
+
+def note_path(placeholder: fx.Node, path: str) -> None:
+    """Note a graph input's name in the model, for graphs that Dynamo did not make."""
+    placeholder.meta[_PATH] = path
 
 
 def plain_path(path: str) -> str:

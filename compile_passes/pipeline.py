@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -27,10 +26,10 @@ from .naming import input_name, short_path
 from .options import Options, inductor_patches
 from .passes import PassLog, Rewritten, fp4_calls, rewrite
 from .recognise.written_decoding import BYTES, TABLE
-from .refusal import Kind, Refusal, Refused
+from .refusal import Refused
 from .report import Frame, Site
 from .trace.capture import capture
-from .weights.facts import Facts, ReadTwice
+from .weights.facts import Facts, Stays, in_one_precision
 from .weights.given import Given, gathered, given, is_flat
 from .weights.runtime import Swap, runtime
 from .weights.specs import is_subclass
@@ -68,7 +67,9 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
         options.a_format(device, any_layout)
     try:
         _guard_equal_lengths(gm)
-        rewritten, frame.sites, frame.unrouted = _rewritten(gm, inputs, options, {}, {}, passes)
+        rewritten, frame.sites, frame.unrouted = in_one_precision(
+            lambda each, stay: _rewritten(gm, inputs, options, each, stay, passes)
+        )
         frame.also = rewritten.also if rewritten is not None else []
     except Refused as why:
         frame.note, frame.change = f"left to Inductor: {why.refusal.reason}", why.refusal.change
@@ -86,12 +87,10 @@ def _rewritten(
     gm: fx.GraphModule,
     inputs: Sequence[Any],
     options: Options,
-    each: dict[int, Refusal],
-    stay: dict[int, Refusal],
+    each: Stays,
+    stay: Stays,
     passes: PassLog,
 ) -> tuple[Rewritten | None, list[Site], list[Site]]:
-    """`each`: inputs whose products are rewritten one by one, with the reason. `stay`: inputs that keep their
-    original weights, with the reason."""
     with passes.timed("capture", gm.graph) as made:
         traced, fake_mode, stored = capture(gm, inputs)
         made.append(traced.graph)
@@ -103,18 +102,8 @@ def _rewritten(
             facts.gathered[node] = from_shards.get(id(x), "FSDP")
         if fixed and x.numel() <= TABLE:
             facts.constants[node] = x.detach()
-        if i in stay:
-            facts.stays[node] = stay[i]
-        elif i in each:
-            facts.each_alone[node] = each[i]
-    try:
-        return rewrite(traced, facts, options, fake_mode, passes)
-    except ReadTwice as found:
-        if not found.why.keys() - stay.keys():
-            raise
-        again = {i: replace(why, kind=Kind.BLOCK_STAYS) for i, why in found.why.items() if i in each}
-        each, stay = {**found.why, **each}, {**again, **stay}
-    return _rewritten(gm, inputs, options, each, stay, passes)
+        facts.note_stays(i, node, each, stay)
+    return rewrite(traced, facts, options, fake_mode, passes)
 
 
 def compile_graph(

@@ -15,12 +15,13 @@ from torch.export.graph_signature import InputKind, OutputKind
 from ..meta.layouts import byte_view
 from ..meta.torch_internals import pytree
 from . import advice
+from .naming import note_path
 from .options import parse
-from .passes import PassLog
+from .passes import PassLog, Rewritten
 from .passes import rewrite as rewrite_graph
-from .report import Frame
+from .report import Frame, Site
 from .trace.capture import capture, mutated_inputs
-from .weights.facts import Facts
+from .weights.facts import Facts, Stays, in_one_precision
 
 _CONSTANT = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -63,18 +64,25 @@ def rewrite(program: ExportedProgram, options: Mapping[str, Any] | None = None) 
     fakes = [n.meta["val"] for n in source.graph.find_nodes(op="placeholder")]
     report = Frame("exported program")
     passes = PassLog(report.name, report.passes)
-    with passes.timed("capture", source.graph) as made:
-        gm, fake_mode, stored = capture(source, fakes)
-        made.append(gm.graph)
-    if mutated_inputs(gm.graph) or any(s.kind is not OutputKind.USER_OUTPUT for s in _outputs(program)):
-        raise ValueError(f"fp4: the program writes to its buffers or inputs. Change: {advice.PURE}")
-    values = [
-        _value(program, spec) if spec.kind in _CONSTANT else None
-        for spec in program.graph_signature.input_specs
-    ]
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    facts = Facts({n for n, v in zip(placeholders, values, strict=True) if v is not None}, stored=stored)
-    rewritten, report.sites, report.unrouted = rewrite_graph(gm, facts, chosen, fake_mode, passes)
+    specs = program.graph_signature.input_specs
+    values = [_value(program, spec) if spec.kind in _CONSTANT else None for spec in specs]
+
+    def attempt(each: Stays, stay: Stays) -> tuple[Rewritten | None, list[Site], list[Site]]:
+        with passes.timed("capture", source.graph) as made:
+            gm, fake_mode, stored = capture(source, fakes)
+            made.append(gm.graph)
+        if mutated_inputs(gm.graph) or any(s.kind is not OutputKind.USER_OUTPUT for s in _outputs(program)):
+            raise ValueError(f"fp4: the program writes to its buffers or inputs. Change: {advice.PURE}")
+        facts = Facts(set(), stored=stored)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        for i, (node, spec, own) in enumerate(zip(placeholders, specs, values, strict=True)):
+            if own is not None:
+                facts.fixed.add(node)
+                note_path(node, spec.target)
+            facts.note_stays(i, node, each, stay)
+        return rewrite_graph(gm, facts, chosen, fake_mode, passes)
+
+    rewritten, report.sites, report.unrouted = in_one_precision(attempt)
     if rewritten is None:
         raise ValueError(f"fp4: nothing was rewritten: {_reasons(report)}")
     report.also = rewritten.also

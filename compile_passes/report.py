@@ -236,14 +236,16 @@ class Report:
         ]
         out += [f"graph break: {reason}" for reason in self.graph_breaks]
         if self.skipped:
+            runs = "1 function runs as it" if self.skipped == 1 else f"{self.skipped} functions run as they"
             out.append(
-                f"{self.skipped} functions run as they always did, because Dynamo could not capture them"
+                f"{runs} always did, because Dynamo could not capture {'it' if self.skipped == 1 else 'them'}"
             )
             out += [f"  {told}" for told in self.not_captured]
         out += [f"hint: {hint}" for hint in self.hints]
         if self.memory:
             out.append(self.memory)
-        total = f"{_count(self.sites)} in {len(self.frames)} graphs"
+        graphs = "1 graph" if len(self.frames) == 1 else f"{len(self.frames)} graphs"
+        total = f"{_count(self.sites)} in {graphs}"
         if self.bytes_before:
             total += f"; expert weights {_mib(self.bytes_before)} -> {_mib(self.bytes_after)}"
         return "\n".join([*out, total])

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -39,6 +39,12 @@ class Stored(NamedTuple):
     inputs: tuple[fx.Node, ...]
 
 
+Stays = dict[int, Refusal]
+"""Indices of inputs, each with the reason why its products are rewritten one by one, or why it keeps its
+weights."""
+T = TypeVar("T")
+
+
 @dataclass
 class Facts:
     fixed: set[fx.Node]
@@ -59,6 +65,13 @@ class Facts:
     """Weights whose products are rewritten one by one, with the reason."""
     stays: dict[fx.Node, Refusal] = field(default_factory=dict)
     """Weights that are left alone, with the reason."""
+
+    def note_stays(self, i: int, node: fx.Node, each: Stays, stay: Stays) -> None:
+        """Note what `in_one_precision` says about input i of a graph, which is `node`."""
+        if i in stay:
+            self.stays[node] = stay[i]
+        elif i in each:
+            self.each_alone[node] = each[i]
 
     def in_4_bits(self, weight: fx.Node) -> bool:
         return weight in self.stored
@@ -174,6 +187,22 @@ class ReadTwice(Exception):
     def __init__(self, products: dict[int, tuple[fx.Node, fx.Node]]) -> None:
         super().__init__("some uses of a weight would run in 4 bits, and others not")
         self.why = {i: Refusal(Kind.OTHER_USERS, both[1], both) for i, both in products.items()}
+
+
+def in_one_precision(rewrite: Callable[[Stays, Stays], T]) -> T:
+    """Return `rewrite(each, stay)`. More weights go into one of the two until none is read in two precisions.
+
+    each: inputs whose products are rewritten one by one. stay: inputs that keep their original weights."""
+    each: Stays = {}
+    stay: Stays = {}
+    while True:
+        try:
+            return rewrite(each, stay)
+        except ReadTwice as found:
+            if not found.why.keys() - stay.keys():
+                raise
+            again = {i: replace(why, kind=Kind.BLOCK_STAYS) for i, why in found.why.items() if i in each}
+            each, stay = {**found.why, **each}, {**again, **stay}
 
 
 def refuse_two_precisions(

@@ -126,3 +126,54 @@ def test_export_calls_no_backend(strict):
         assert not any(str(n.target).startswith("fp4") for n in program.graph.nodes)
         rewritten = fp4_ops.rewrite(program, OPTIONS)
         assert relative_error(rewritten(x), module.twin("mxfp4")(x)) < 1e-5
+
+
+class Stacked(torch.nn.Module):
+    """Rows that another program dispatched. Only the parameters' names say whose they are."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, holder = name, torch.nn.Module()
+        holder.w1, holder.w2 = (torch.nn.Parameter(torch.randn(4, 32, 32) / 6) for _ in range(2))
+        self.add_module(name, holder)
+
+    def forward(self, rows):
+        own = self.get_submodule(self.name)
+        return torch.bmm(torch.relu(torch.bmm(rows, own.w1)), own.w2)
+
+
+def test_parameters_have_their_names():
+    module = Stacked("experts")
+    report = fp4_ops.rewrite(export(module, torch.randn(4, 9, 32), dim=1), OPTIONS).report
+    assert {name for s in report.sites for name in s.weights} == {"experts.w1", "experts.w2"}
+    with pytest.raises(ValueError, match=r"nothing routes rows to the matrices of layers\.w\d "):
+        fp4_ops.rewrite(export(Stacked("layers"), torch.randn(4, 9, 32), dim=1), OPTIONS)
+
+
+class ReadAlone(torch.nn.Module):
+    """One expert of a block also reads other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = torch.nn.Linear(32, 4)
+        self.ffns = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.SiLU(), torch.nn.Linear(48, 32))
+            for _ in range(4)
+        )
+
+    def forward(self, x):
+        y = torch.stack([ffn(x) for ffn in self.ffns], 1)
+        return (self.gate(x).softmax(-1)[..., None] * y).sum(1), self.ffns[0](x.sin())
+
+
+def test_a_weight_is_read_in_one_precision():
+    module, x = ReadAlone(), torch.randn(9, 32)
+    rewritten = fp4_ops.rewrite(export(module, x), OPTIONS)
+    assert {s.op for s in rewritten.report.sites} == {"fp4::mm"}
+    with torch.no_grad():
+        for ffn in module.ffns:
+            for i in (0, 2):
+                codes = torch.ops.fp4.quantize(ffn[i].weight, "mxfp4")
+                ffn[i].weight.copy_(torch.ops.fp4.dequantize(*codes, "mxfp4", torch.float32))
+        for got, want in zip(rewritten(x), module(x), strict=True):
+            assert relative_error(got, want) < 1e-5
