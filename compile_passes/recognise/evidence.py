@@ -232,9 +232,13 @@ class Evidence:
         b = m.common
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
-            return self.chosen(ids.node) and ids.node not in made
+            return self._is_choice(ids) and ids.node not in made
         scores = [n for f in b.factors if E in free_axes(f) for n in _nodes(f)]
         return self._are_scores(scores, self._soft) and any(n in self._soft and n not in made for n in scores)
+
+    def _is_choice(self, ids: Ref) -> bool:
+        """Return whether ids, or the places in a table that holds them, depend on the model's inputs."""
+        return any(map(self.chosen, _nodes(ids)))
 
     def _are_scores(self, factors: Iterable[fx.Node], scores: Collection[fx.Node]) -> bool:
         """Return whether the factors of the outputs that depend on inputs are scores. In x * sigmoid(x), x is
@@ -258,7 +262,7 @@ class Evidence:
 
         ids = b.ids if b.ids is not None else b.masked
         if ids is not None:
-            return self.chosen(ids.node) and not _depends(ids.node, of_experts, b.x.node)
+            return self._is_choice(ids) and not any(_depends(n, of_experts, b.x.node) for n in _nodes(ids))
         # Without an activation, or after a layer that all experts share, scores that nothing limits make the
         # block a bilinear layer: the shared layer computes the weights of a kernel (CondConv). It does, too,
         # if it reads the factors. Values after a ReLU may be any layer's, not only a router's.

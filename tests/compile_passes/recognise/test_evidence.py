@@ -107,6 +107,25 @@ class PutIntoABuffer(Buffers):
         return self.ffn(buffer.view(E, T, H)).reshape(-1, H)[slot]
 
 
+@routed("fp4::indexed_mm")
+class HashLoop(Buffers):
+    """Each token's word decides, by a table that is a buffer. Nothing else in the graph makes a choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randint(0, E, (50,)))
+        self.ffns = nn.ModuleList(
+            nn.Sequential(nn.Linear(H, INTER), nn.ReLU(), nn.Linear(INTER, H)) for _ in range(E)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, out = self.table[(x[:, 0].abs() * 7).long() % 50], torch.zeros_like(x)
+        for e, ffn in enumerate(self.ffns):
+            mask = ids == e
+            out[mask] = ffn(x[mask])
+        return out
+
+
 class OneMatrix(nn.Module):
     def __init__(self) -> None:
         super().__init__()
