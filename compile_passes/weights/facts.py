@@ -192,7 +192,9 @@ class ReadTwice(Exception):
 def in_one_precision(rewrite: Callable[[Stays, Stays], T]) -> T:
     """Return `rewrite(each, stay)`. More weights go into one of the two until none is read in two precisions.
 
-    each: inputs whose products are rewritten one by one. stay: inputs that keep their original weights."""
+    each: inputs whose products are rewritten one by one.
+    stay: inputs that keep their original weights.
+    """
     each: Stays = {}
     stay: Stays = {}
     while True:
