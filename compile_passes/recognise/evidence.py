@@ -61,7 +61,7 @@ _CHOICES = (
 )  # fmt: skip
 _SOFT = (aten._softmax, aten.softmax, aten.sigmoid, aten.relu, aten.softplus)
 _POSITIVE = (aten.relu, aten.softplus)
-"""Those of `_SOFT` that do not limit scores from above."""
+"""Names the operators of `_SOFT` that do not limit scores from above."""
 _ATTENTION = (
     aten.scaled_dot_product_attention, aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_efficient_attention,
