@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -67,18 +67,19 @@ def module_path(node: fx.Node) -> str:
 
 def input_name(placeholder: fx.Node) -> str:
     """A graph input's name in the model, such as model.layers[0].mlp.experts.down_proj."""
-    name = placeholder.meta.get(_PATH) or plain_path(
-        source_name(getattr(placeholder, "_dynamo_source", None))
-    )
+    name = plain_path(source_name(getattr(placeholder, "_dynamo_source", None)))
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", name) or placeholder.name
 
 
-_PATH = "fp4_path"
+class _Path(NamedTuple):
+    """A graph input's name in the model, in the place of Dynamo's source."""
+
+    name: str
 
 
 def note_path(placeholder: fx.Node, path: str) -> None:
     """Note a graph input's name in the model, for graphs that Dynamo did not make."""
-    placeholder.meta[_PATH] = path
+    placeholder._dynamo_source = _Path(path)  # type: ignore[attr-defined]
 
 
 def plain_path(path: str) -> str:

@@ -38,7 +38,7 @@ ROOMS = {
         *("passes", "precompiled", "recognise", "refusal", "report", "trace", "weights"),
     },
     "explain": {"dynamo", "dynamo.api", "naming", "options", "pipeline", "report", "weights"},
-    "program": {"advice", "options", "passes", "report", "trace", "weights"},
+    "program": {"advice", "naming", "options", "passes", "report", "trace", "weights"},
     "cli": {"explain", "options"},
 }
 """Rooms of compile_passes that each room may import."""
