@@ -1,4 +1,4 @@
-// The arguments that products of FP4 rows by FP4 weights have in common (csrc/sm100, csrc/sm120).
+// The arguments that products of FP4 or e4m3 rows by FP4 weights have in common (csrc/sm100, csrc/sm120).
 // fp4_ops/backends/launchers/scaled.py has the same fields in the same order.
 #pragma once
 
@@ -9,8 +9,8 @@ namespace fp4::device {
 // out[r, n] = global_scale[g] * x_factor[r] * sum_k w[g, n, k] * x[r, k] + bias[g, n]. Rows and codes have
 // layout plain, and so have their scales where the header of a kernel says nothing else.
 struct ScaledProduct {
-  const uint8_t* x = nullptr;           // [rows, k / 2]
-  const uint8_t* x_scales = nullptr;    // [rows, x_scale_bytes], of which k / scale block count
+  const uint8_t* x = nullptr;           // [rows, k / 2], or [rows, k] of e4m3
+  const uint8_t* x_scales = nullptr;    // [rows, x_scale_bytes], of which k / scale block count; see x_fp8
   const float* x_factor = nullptr;      // [rows], or null: ones
   const uint8_t* codes = nullptr;       // [groups, n, k / 2]
   const uint8_t* scales = nullptr;      // of the weights
@@ -22,6 +22,7 @@ struct ScaledProduct {
   int m = 0, groups = 0, n = 0, k = 0;  // m: all rows; masked: rows of every group
   int x_scale_bytes = 0;                // bytes of a row of x_scales
   int nvfp4 = 1;                        // or mxfp4
+  int x_fp8 = 0;                        // rows are e4m3 with scales of mxfp4, or of null: ones
   int config = -1;                      // number of a candidate; -1: the one that the sizes suggest
   RowMode mode = RowMode::kDense;
   DType out_type = DType::kFloat32, bias_type = DType::kFloat32;

@@ -1,5 +1,5 @@
-// C interface of the products of FP4 rows by FP4 weights of the same format on GPUs of compute
-// capability 10.x, beside device/interface.h.
+// C interface of the products of FP4 rows by FP4 weights of the same format, and of e4m3 rows by mxfp4
+// weights, on GPUs of compute capability 10.x, beside device/interface.h.
 #pragma once
 
 #include "../device/scaled.h"
@@ -12,7 +12,7 @@ extern "C" {
 // (SwizzleType.SWIZZLE_32_4_4). A row of nvfp4 that has a scale with a sign becomes NaN.
 //
 // Returns 0, a cudaError_t or a LaunchError. k must be a multiple of 64, n of 8, x_scale_bytes of 16,
-// pointers of 16 bytes.
+// pointers of 16 bytes. With e4m3 rows, k must be a multiple of 128 and `codes` of 32 bytes.
 int fp4_kernel_products(const fp4::device::ScaledProduct* arguments);
 int fp4_kernel_products_configs();
 const char* fp4_kernel_products_config_name(int config);

@@ -1,5 +1,6 @@
-// Defines the parts of a product of FP4 rows by FP4 weights: its arguments, the candidates' parameters,
-// the shared and tensor memory of a block, and the words that describe operands to the tensor cores.
+// Defines the parts of a product of FP4 or e4m3 rows by FP4 weights: its arguments, the candidates'
+// parameters, the shared and tensor memory of a block, and the words that describe operands to the tensor
+// cores.
 #pragma once
 
 #include "../device/prefill_schedule.cuh"
@@ -10,11 +11,9 @@ namespace fp4::sm100 {
 
 using namespace device;
 
-constexpr int kRows = 128;  // weight rows of a tile
-constexpr int kStep = 256;  // K of a step: rows of 128 bytes of codes
-constexpr int kPart = 64;   // K of an instruction
-constexpr int kParts = kStep / kPart;
-constexpr int kRowBytes = kStep / 2;
+constexpr int kRows = 128;        // weight rows of a tile
+constexpr int kRowBytes = 128;    // of a row in shared memory, in a step
+constexpr int kParts = 4;         // instructions of a step, each of 32 of these bytes
 constexpr int kBoxRows = 32;      // rows of X that one copy brings
 constexpr int kEachTokens = 16;   // the tensor cores compute this many tokens or a multiple
 constexpr int kBlockBytes = 512;  // scales of 128 rows, four of each
@@ -31,13 +30,21 @@ struct Problem : ScaledProduct {
   Tiling tiling;
 };
 
+// Formats of the rows and the weights. kFp8: e4m3 rows by mxfp4 weights. Their tensor cores take a code of
+// four bits in a container of eight: 16 codes are 8 bytes, and 8 bytes of nothing follow.
+enum class Kind { kMxfp4, kNvfp4, kFp8 };
+
 // MaxTokens: of a tile. Stages: the steps that fit in shared memory.
-template <bool kNvfp4, int MaxTokens_, int Stages_, class Widths_>
+template <Kind kKind, int MaxTokens_, int Stages_, class Widths_>
 struct ProductConfig {
   using Widths = Widths_;
-  static constexpr bool Nvfp4 = kNvfp4;
-  static constexpr int ScaleBlock = kNvfp4 ? 16 : 32;
-  static constexpr int BlockParts = 4 * ScaleBlock / kPart;  // parts whose scales a block has
+  static constexpr Kind Formats = kKind;
+  static constexpr bool Nvfp4 = kKind == Kind::kNvfp4, Fp8 = kKind == Kind::kFp8;
+  static constexpr int ScaleBlock = Nvfp4 ? 16 : 32;
+  static constexpr int Part = Fp8 ? 32 : 64;  // K of an instruction
+  static constexpr int Step = kParts * Part;
+  static constexpr int PartScales = Part / ScaleBlock;
+  static constexpr int BlockParts = 4 / PartScales;  // parts whose scales a block has
   static constexpr int StepBlocks = kParts / BlockParts;
   static constexpr int MaxTokens = MaxTokens_, Stages = Stages_;
   static constexpr int Blocks = ceil_div(MaxTokens, 128);  // of scales of X side by side
@@ -80,16 +87,18 @@ __device__ __forceinline__ uint64_t scales_descriptor(uint32_t smem) {
   return kDescriptorVersion | stride_between_eight_rows(8 * 16) | kLeading | (smem & 0x3FFFF) >> 4;
 }
 
-// e2m1 by e2m1, scales of ue4m3 (nvfp4) or ue8m0 (mxfp4), 128 rows by `tokens`.
-template <bool kNvfp4>
+// e2m1 by e2m1 or e4m3, scales of ue4m3 (nvfp4) or ue8m0 (others), 128 rows by `tokens`. With e4m3 the types
+// of operands have other numbers: e2m1 is 5, e4m3 is 0.
+template <Kind kKind>
 __device__ __forceinline__ uint32_t instruction_descriptor(int tokens) {
   constexpr uint32_t kE2m1A = 1 << 7, kE2m1B = 1 << 10, kRowsOfA = kRows / 128 << 27, kUe8m0 = 1 << 23;
-  return kE2m1A | kE2m1B | kRowsOfA | (kNvfp4 ? 0 : kUe8m0) | static_cast<uint32_t>(tokens / 8) << 17;
+  constexpr uint32_t kTypes = kKind == Kind::kFp8 ? 5 << 7 : kE2m1A | kE2m1B;
+  return kTypes | kRowsOfA | (kKind == Kind::kNvfp4 ? 0 : kUe8m0) | static_cast<uint32_t>(tokens / 8) << 17;
 }
 
 // Added to it: which of a word's four scales is the first that the instruction reads, of A and of B.
 __device__ __forceinline__ uint32_t first_scale(uint32_t scale) { return scale << 29 | scale << 4; }
 
-constexpr uint64_t kNextPart = kPart / 2 / 16;  // added to a descriptor of codes
+constexpr uint64_t kNextPart = kRowBytes / kParts / 16;  // added to a descriptor of codes
 
 }  // namespace fp4::sm100

@@ -1,11 +1,11 @@
-// Grouped GEMM of FP4 rows by FP4 weights with the tensor cores of compute capability 10.x (tcgen05).
+// Grouped GEMM of FP4 or e4m3 rows by FP4 weights with the tensor cores of compute capability 10.x (tcgen05).
 //
 // Weights are operand A, 128 rows of them, and tokens are N: 16 or a multiple. So few tokens cost no padding
-// beyond 16. A block is persistent, and walks over tiles in each of its roles. Steps of 256 K go through a
-// ring: the copy engine brings codes of both operands, swizzled, and the weights' scales, which memory holds
-// in the order of tensor memory. Scales of X lie in rows there, and a tile may begin at any row. So two warps
-// arrange them, in turn. For each step one thread copies the scales to tensor memory and starts four
-// products. Sums have two buffers in tensor memory: four warps store one while the other fills.
+// beyond 16. A block is persistent, and walks over tiles in each of its roles. Steps of 256 K (e4m3: 128) go
+// through a ring: the copy engine brings codes of both operands, swizzled, and the weights' scales, which
+// memory holds in the order of tensor memory. Scales of X lie in rows there, and a tile may begin at any row.
+// So two warps arrange them, in turn. For each step one thread copies the scales to tensor memory and starts
+// four products. Sums have two buffers in tensor memory: four warps store one while the other fills.
 //
 // Nobody has run this on such a GPU. docs/kernels.md says what was compared with what.
 #pragma once
@@ -84,7 +84,7 @@ class ProductBlock {
 
   // Returns how many parts a step has. K may end inside of it.
   __device__ __forceinline__ int parts_of(int step) const {
-    return min(kParts, problem_.k / kPart - step * kParts);
+    return min(kParts, problem_.k / Config::Part - step * kParts);
   }
   // Returns how many blocks of scales a step has. Of the last one, K may need only two scales of each row.
   __device__ __forceinline__ int blocks_of(int step) const {
@@ -110,17 +110,22 @@ class ProductBlock {
     __syncwarp();
   }
 
+  // Bytes that a barrier counts for a row of weights: those in global memory. Containers are not counted.
+  static constexpr int kCopied = Config::Step / 2;
+
+  // A box begins at element step * 128 of a row, whether these are packed bytes or e4m3, or codes that the
+  // copy puts into containers.
   __device__ __forceinline__ void copy_tile(const Tile& tile, Ring<Config::Stages>& ring) {
     const int weight_row = tile.group * problem_.n + tile.column * kRows;
     const int boxes = ceil_div(tile.rows, kBoxRows);
     const int64_t weight_tile = int64_t(tile.group) * problem_.tiling.columns + tile.column;
     const uint8_t* const scales =
-        problem_.scales + weight_tile * ceil_div(problem_.k / kPart, Config::BlockParts) * kBlockBytes;
+        problem_.scales + weight_tile * ceil_div(problem_.k / Config::Part, Config::BlockParts) * kBlockBytes;
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
       const uint32_t full = smem_address(&shared_.full[ring.index]);
       const uint32_t scale_bytes = blocks_of(step) * kBlockBytes;
       barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
-      barrier_expect_bytes(full, (kRows + boxes * kBoxRows) * kRowBytes + scale_bytes);
+      barrier_expect_bytes(full, kRows * kCopied + boxes * kBoxRows * kRowBytes + scale_bytes);
       load_box(smem_address(shared_.codes[ring.index]), &codes_, full, step * kRowBytes, weight_row);
       for (int i = 0; i < boxes; ++i) {
         load_box(smem_address(shared_.x[ring.index]) + i * kBoxRows * kRowBytes, &x_, full, step * kRowBytes,
@@ -134,11 +139,11 @@ class ProductBlock {
   // ---- scales of X ----
 
   // The words of a step for each of a lane's rows: rows lane, lane + 32, lane + 64, lane + 96 of each block.
-  using RowScales = std::conditional_t<Config::Nvfp4, uint4, uint2>;
+  using RowScales = std::conditional_t<Config::Nvfp4, uint4, std::conditional_t<Config::Fp8, uint1, uint2>>;
   struct Scales {
     RowScales row[Config::Blocks][4];
   };
-  static_assert(sizeof(RowScales) == kStep / Config::ScaleBlock);
+  static_assert(sizeof(RowScales) == Config::Step / Config::ScaleBlock);
 
   // Tensor cores read ue4m3, without a sign. A scale that has one becomes NaN. ue8m0 has no sign.
   static __device__ __forceinline__ uint32_t without_signs(uint32_t word) {
@@ -155,9 +160,15 @@ class ProductBlock {
       for (int i = 0; i < 4; ++i) {
         const int row = block * 128 + i * kWarp + threadIdx.x % kWarp;
         found.row[block][i] = {};
-        if (row < tile.rows && step < tile.steps) {
+        if (Config::Fp8 && problem_.x_scales == nullptr) {
+          found.row[block][i].x = 0x7F7F7F7Fu;  // ones
+        } else if (row < tile.rows && step < tile.steps) {
           const int64_t from = int64_t(tile.row + row) * problem_.x_scale_bytes + step * sizeof(RowScales);
-          found.row[block][i] = __ldg(reinterpret_cast<const RowScales*>(problem_.x_scales + from));
+          if constexpr (Config::Fp8) {
+            found.row[block][i].x = __ldg(reinterpret_cast<const unsigned*>(problem_.x_scales + from));
+          } else {
+            found.row[block][i] = __ldg(reinterpret_cast<const RowScales*>(problem_.x_scales + from));
+          }
         }
       }
     }
@@ -171,7 +182,9 @@ class ProductBlock {
       const RowScales(&row)[4] = scales.row[block];
       const uint32_t at = to + block * Config::StepBlocks * kBlockBytes;
       store_shared_16(at, pick(row[0].x, row[1].x, row[2].x, row[3].x));
-      store_shared_16(at + kBlockBytes, pick(row[0].y, row[1].y, row[2].y, row[3].y));
+      if constexpr (!Config::Fp8) {
+        store_shared_16(at + kBlockBytes, pick(row[0].y, row[1].y, row[2].y, row[3].y));
+      }
       if constexpr (Config::Nvfp4) {
         store_shared_16(at + 2 * kBlockBytes, pick(row[0].z, row[1].z, row[2].z, row[3].z));
         store_shared_16(at + 3 * kBlockBytes, pick(row[0].w, row[1].w, row[2].w, row[3].w));
@@ -246,12 +259,13 @@ class ProductBlock {
     }
     const uint64_t a = codes_descriptor(smem_address(shared_.codes[stage]));
     const uint64_t b = codes_descriptor(smem_address(shared_.x[stage]));
-    const uint32_t instruction = instruction_descriptor<Config::Nvfp4>(tokens);
+    const uint32_t instruction = instruction_descriptor<Config::Formats>(tokens);
     for (int i = 0; i < parts; ++i) {
-      const int scales = i / Config::BlockParts, first = i % Config::BlockParts * 2;
-      tensor_multiply<Config::Nvfp4>(sums, a + i * kNextPart, b + i * kNextPart,
-                                     instruction | first_scale(first), a_scales + scales * kBlockColumns,
-                                     b_scales + scales * Config::Blocks * kBlockColumns, keep || i > 0);
+      const int scales = i / Config::BlockParts, first = i % Config::BlockParts * Config::PartScales;
+      tensor_multiply<Config::Part, Config::ScaleBlock>(
+          sums, a + i * kNextPart, b + i * kNextPart, instruction | first_scale(first),
+          a_scales + scales * kBlockColumns, b_scales + scales * Config::Blocks * kBlockColumns,
+          keep || i > 0);
     }
   }
 

@@ -73,10 +73,11 @@ __device__ __forceinline__ void tensor_copy(uint32_t address, uint64_t descripto
   asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
 }
 
-// D[128, N] (+)= A[128, 64] B[N, 64] of e2m1 codes with a ue4m3 scale for 16 K, or a ue8m0 scale for 32 K, to
-// float32. Without `keep`, D is overwritten. (".block16" and ".block32" are scale_vec::4X and 2X in the words
-// that code for a family of GPUs takes.)
-template <bool kNvfp4>
+// D[128, N] (+)= A[128, kPart] B[N, kPart] with a scale for kScaleBlock K, to float32. Without `keep`, D is
+// overwritten. 64 K are e2m1 codes, with ue4m3 scales for 16 K or ue8m0 scales for 32 K. 32 K have types that
+// the instruction descriptor tells, a byte for each code, and ue8m0 scales. (".block16" and ".block32" are
+// scale_vec::4X, 2X and 1X in the words that code for a family of GPUs takes.)
+template <int kPart, int kScaleBlock>
 __device__ __forceinline__ void tensor_multiply(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction,
                                                 uint32_t a_scales, uint32_t b_scales, bool keep) {
 #define FP4_MULTIPLY(KIND)                                                                        \
@@ -85,7 +86,10 @@ __device__ __forceinline__ void tensor_multiply(uint32_t d, uint64_t a, uint64_t
       "tcgen05.mma.cta_group::1." KIND " [%0], %1, %2, %3, [%4], [%5], keep;\n}\n" ::"r"(d),      \
       "l"(a), "l"(b), "r"(instruction), "r"(a_scales), "r"(b_scales), "r"(static_cast<int>(keep)) \
       : "memory")
-  if constexpr (kNvfp4) {
+  static_assert(kScaleBlock == 32 || (kPart == 64 && kScaleBlock == 16));
+  if constexpr (kPart == 32) {
+    FP4_MULTIPLY("kind::mxf8f6f4.block_scale.block32");
+  } else if constexpr (kScaleBlock == 16) {
     FP4_MULTIPLY("kind::mxf4nvf4.block_scale.block16");
   } else {
     FP4_MULTIPLY("kind::mxf4nvf4.block_scale.block32");

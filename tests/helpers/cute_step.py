@@ -1,4 +1,4 @@
-"""A step of csrc/sm100 in NVIDIA's CuTe DSL: scales to tensor memory, and the products of 256 K.
+"""A step of csrc/sm100 in NVIDIA's CuTe DSL: scales to tensor memory, and the products of 256 K (fp8: 128).
 
 `python cute_step.py TOKENS FOLDER FORMAT` writes PTX to the folder. It needs `nvidia-cutlass-dsl` and no GPU.
 Where things are in shared and in tensor memory, and the words that say so, are the library's choice.
@@ -17,8 +17,12 @@ from cutlass import cute
 from cutlass.cute.nvgpu import OperandMajorMode, tcgen05
 
 TOKENS = int(sys.argv[1])
-TILE, BLOCK = (128, TOKENS, 256), {"nvfp4": 16, "mxfp4": 32}[sys.argv[3]]
+FP8, BLOCK = sys.argv[3] == "fp8", 16 if sys.argv[3] == "nvfp4" else 32
+TILE = 128, TOKENS, 128 if FP8 else 256
 CODES, SCALES = cutlass.Float4E2M1FN, cutlass.Float8E4M3FN if BLOCK == 16 else cutlass.Float8E8M0FNU
+ROWS = cutlass.Float8E4M3FN if FP8 else CODES
+HELD = cutlass.Int8 if FP8 else CODES
+"""What NVIDIA's kernels take for the layout of codes in containers of eight bits."""
 SUM_COLUMNS, SCALE_COLUMNS = 256, 16
 
 
@@ -26,8 +30,8 @@ SUM_COLUMNS, SCALE_COLUMNS = 256, 16
 def step(mma: cute.TiledMma, out: cute.Pointer, a_layout: cute.ComposedLayout, b_layout: cute.ComposedLayout,
          sfa_layout: cute.Layout, sfb_layout: cute.Layout):  # fmt: skip
     memory = cutlass.utils.SmemAllocator()
-    a = memory.allocate_tensor(CODES, a_layout.outer, 1024, a_layout.inner)
-    b = memory.allocate_tensor(CODES, b_layout.outer, 1024, b_layout.inner)
+    a = memory.allocate_tensor(HELD, a_layout.outer, 1024, a_layout.inner)
+    b = memory.allocate_tensor(ROWS, b_layout.outer, 1024, b_layout.inner)
     sfa = memory.allocate_tensor(SCALES, sfa_layout, 1024)
     sfb = memory.allocate_tensor(SCALES, sfb_layout, 1024)
     held = memory.allocate_array(cutlass.Int32, 1)
@@ -64,11 +68,11 @@ def step(mma: cute.TiledMma, out: cute.Pointer, a_layout: cute.ComposedLayout, b
 @cute.jit
 def launch(out: cute.Pointer, stream: driver.CUstream):
     mma = blackwell.make_blockscaled_trivial_tiled_mma(
-        CODES, CODES, OperandMajorMode.K, OperandMajorMode.K, SCALES, BLOCK, tcgen05.CtaGroup.ONE, TILE[:2]
+        CODES, ROWS, OperandMajorMode.K, OperandMajorMode.K, SCALES, BLOCK, tcgen05.CtaGroup.ONE, TILE[:2]
     )
     step(
-        mma, out, blackwell.make_smem_layout_a(mma, TILE, CODES, 1),
-        blackwell.make_smem_layout_b(mma, TILE, CODES, 1),
+        mma, out, blackwell.make_smem_layout_a(mma, TILE, HELD, 1),
+        blackwell.make_smem_layout_b(mma, TILE, ROWS, 1),
         blockscaled.make_smem_layout_sfa(mma, TILE, BLOCK, 1),
         blockscaled.make_smem_layout_sfb(mma, TILE, BLOCK, 1),
     ).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)  # fmt: skip

@@ -1,4 +1,4 @@
-"""FP4 rows by FP4 weights with tcgen05 (csrc/sm100), emulated: `make test-kernels`.
+"""FP4 or e4m3 rows by FP4 weights with tcgen05 (csrc/sm100), emulated: `make test-kernels`.
 
 By their C interface, against float64, bit for bit where sums are exact. test_fp4_rows_gpu.py runs them by the
 operators.
@@ -37,7 +37,12 @@ SCALES = {
     ("mxfp4", False): (107, 147, torch.float8_e8m0fnu, 32),
 }
 """Range, dtype and K of a scale, for each format, and whether sums in float32 must be exact."""
-every_format = pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+every_format = pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "fp8"])
+"""Formats of the rows. "fp8": e4m3 rows by mxfp4 weights, for which K is a multiple of 128."""
+
+
+def weights_of(format: str) -> str:
+    return "mxfp4" if format == "fp8" else format
 
 
 def opened(file: Path, multiprocessors: int = 3, capability: int = 100) -> ctypes.CDLL:
@@ -58,17 +63,29 @@ def kernels(built):
     return opened(built)
 
 
+def e4m3_codes(shape: tuple[int, ...], exact: bool) -> torch.Tensor:
+    """Codes of both signs. exact: zeros, and sizes from 1/4 to 7.5, so that sums in float32 are exact."""
+    codes = torch.randint(0, 127, shape)
+    if exact:
+        codes = torch.randint(5 * 8, 10 * 8, shape) * (torch.rand(shape) < 0.9)
+    return (codes + 128 * torch.randint(0, 2, shape)).to(torch.uint8)
+
+
 class Operand:
     """[.., rows, k] of codes and scales, and its values in float64."""
 
     def __init__(
         self, lead: tuple[int, ...], k: int, factors: tuple[int, ...], exact: bool, format: str = "nvfp4"
     ):
-        self.packed = torch.randint(0, 256, (*lead, k // 2), dtype=torch.uint8)
-        low, high, typed, block = SCALES[format, exact]
+        low, high, typed, block = SCALES[weights_of(format), exact]
         self.scale = torch.randint(low, high, (*lead, k // block)).to(torch.uint8)
         self.factor = 2.0 ** torch.randint(-9, 3, factors) if exact else torch.rand(factors) + 0.1
-        values = reference.E2M1[reference.unpack_codes(self.packed).long()]
+        if format == "fp8":
+            self.packed = e4m3_codes((*lead, k), exact)
+            values = self.packed.view(torch.float8_e4m3fn).double()
+        else:
+            self.packed = torch.randint(0, 256, (*lead, k // 2), dtype=torch.uint8)
+            values = reference.E2M1[reference.unpack_codes(self.packed).long()]
         values *= reference.scale_values(self.scale.view(typed)).repeat_interleave(block, -1)
         self.values = values * self.factor.double().view(*factors, *[1] * (values.dim() - len(factors)))
 
@@ -77,8 +94,9 @@ class Case:
     """A product: operands, groups, and what it is in float64."""
 
     def __init__(self, mode, counts, n, k, *, format="nvfp4", exact=True, out=torch.float32, bias=None):
+        k = -(-k // 128) * 128 if format == "fp8" else k
         groups, self.mode, self.exact, self.out = len(counts), mode, exact, out
-        self.format, self.w = format, Operand((groups, n), k, (groups,), exact, format)
+        self.format, self.w = format, Operand((groups, n), k, (groups,), exact, weights_of(format))
         self.bias = None if bias is None else torch.randint(-8, 9, (groups, n)).to(bias)
         self.group_rows, self.unused = None, random.choice((0, 0, 5))
         if mode == "masked":
@@ -94,12 +112,24 @@ class Case:
             self.ids = torch.zeros(self.m, dtype=torch.long)
         self.x = Operand((self.rows,), k, (self.rows,), exact, format)
 
+    def without_scales_of_rows(self) -> "Case":
+        """Has e4m3 rows with a factor only, as the operators take them. Their scales are ones."""
+        self.x.values /= reference.scale_values(self.x.scale.view(torch.float8_e8m0fnu)).repeat_interleave(
+            32, -1
+        )
+        self.x.scale = None
+        return self
+
     def run(self, kernels, config: int = -1, **changed: int) -> torch.Tensor:
         groups, n, k = self.w.values.shape
         # Garbage follows the scales of each row, and garbage surrounds the operands.
-        nvfp4, count = self.format == "nvfp4", self.x.scale.shape[1]
-        x_scale = torch.full((self.rows, -(-count // 16) * 16), 0x7F if nvfp4 else 0xFF, dtype=torch.uint8)
-        x_scale[:, :count] = self.x.scale
+        nvfp4, x_scale = self.format == "nvfp4", None
+        if self.x.scale is not None:
+            count = self.x.scale.shape[1]
+            x_scale = torch.full(
+                (self.rows, -(-count // 16) * 16), 0x7F if nvfp4 else 0xFF, dtype=torch.uint8
+            )
+            x_scale[:, :count] = self.x.scale
         out = torch.full((self.rows, n), torch.nan, dtype=self.out)
         group_rows = None if self.group_rows is None else self.group_rows.int()
         scales = swizzled(self.w.scale, nvfp4)
@@ -110,7 +140,8 @@ class Case:
         }  # fmt: skip
         given = ScaledProduct(
             **{name: t.data_ptr() for name, t in tensors.items() if t is not None},
-            m=self.m, groups=groups, n=n, k=k, x_scale_bytes=x_scale.shape[1], nvfp4=nvfp4, config=config,
+            m=self.m, groups=groups, n=n, k=k, x_scale_bytes=0 if x_scale is None else x_scale.shape[1],
+            nvfp4=nvfp4, x_fp8=self.format == "fp8", config=config,
             mode=MODES[self.mode], out_type=OUT[self.out],
             bias_type=0 if self.bias is None else OUT[self.bias.dtype],
         )  # fmt: skip
@@ -162,6 +193,8 @@ def test_products(format, mode, config, n, k, kernels):
     bias, out = random.choice((None, torch.float32, torch.bfloat16)), random.choice(list(OUT))
     case = Case(mode, random_counts(TOKENS[config], mode), n, k, format=format, bias=bias)
     assert case.agrees(kernels, config)
+    if format == "fp8":
+        case.without_scales_of_rows()
     case.out = out
     assert case.agrees(kernels, config)
 
@@ -190,14 +223,20 @@ def test_sizes(format, size, kernels):
 
 @every_format
 def test_the_operators_of_the_cpu_give_the_same_bits(format, kernels):
-    """W4A4 is one definition: codes, block scales and factors of both operands."""
-    case, typed = Case("contiguous", [7, 0, 20, 1], 40, 320, format=format), SCALES[format, True][2]
-    if format == "mxfp4":  # has no global scale
-        case.w.factor, case.x.factor = None, None
+    """W4A4 is one definition: codes, block scales and factors of both. fp8 rows have factors only."""
+    case, weights = Case("contiguous", [7, 0, 20, 1], 40, 320, format=format), weights_of(format)
+    typed = SCALES[weights, True][2]
+    if weights == "mxfp4":  # has no global scale
+        case.w.factor = None
+    if format == "fp8":
+        case.without_scales_of_rows()
+        x, scale, factor, a_format = case.x.packed.view(torch.float8_e4m3fn), case.x.factor, None, ""
+    else:
+        case.x.factor = case.x.factor if format == "nvfp4" else None
+        x, scale, factor, a_format = case.x.packed, case.x.scale.view(typed), case.x.factor, format
     there = torch.ops.fp4.grouped_mm(
-        case.x.packed, case.w.packed, case.w.scale.view(typed), case.w.factor, case.group_rows.int(),
-        case.x.scale.view(typed), None, case.x.factor,
-        format=format, a_format=format, out_dtype=torch.float32,
+        x, case.w.packed, case.w.scale.view(typed), case.w.factor, case.group_rows.int(), scale, None, factor,
+        format=weights, a_format=a_format, out_dtype=torch.float32,
     )  # fmt: skip
     assert torch.equal(case.run(kernels), there)
 
@@ -221,6 +260,10 @@ def test_a_row_with_a_nan_or_negative_scale_is_nan(format, config, kernels):
     for weight, change in zip(random.sample(range(56), 2), changes):
         case.w.scale[1, weight, random.randrange(case.w.scale.shape[2])] |= change
         want[9:29, weight] = torch.nan
+    if format == "fp8":  # a code can be NaN, too
+        row = random.randrange(29)
+        case.x.packed[row, random.randrange(case.x.packed.shape[1])] |= 127
+        want[row] = torch.nan
     assert torch.equal(case.run(kernels, config).nan_to_num(1e9), want.nan_to_num(1e9))
 
 
@@ -239,6 +282,11 @@ def test_what_it_refuses(built):
     for changed in ({"k": 96}, {"n": 36}, {"config": len(TOKENS)}, {"x_scale_bytes": 8}, {"mode": 1}):
         assert case.run(kernels, **changed).isnan().all() and case.code == -1, changed
     assert case.agrees(kernels)
+    assert case.run(kernels, x_fp8=1).isnan().all() and case.code == -1  # by nvfp4
+    case = Case("dense", [3], 40, 256, format="fp8")
+    for changed in ({"k": 192}, {"codes": case.w.packed.data_ptr() + 16}):
+        assert case.run(kernels, **changed).isnan().all() and case.code == -1, changed
+    assert case.agrees(kernels)
     for capability in (90, 120):
         case.run(opened(built, capability=capability))
         assert case.code != 0
@@ -247,6 +295,7 @@ def test_what_it_refuses(built):
 # --- errors that the emulator finds ---
 
 KERNEL, CONFIG = "sm100/products_kernel.cuh", "sm100/products_config.cuh"
+HOST = "sm100/products_host.cuh"
 WAIT = "barrier_wait(smem_address(&shared_.{}), {});\n"
 EMPTY = WAIT.format("empty[ring.index]", "ring.parity ^ 1")
 COMMIT = "tensor_commit(smem_address(&shared_.sums_full[buffer.index]));"
@@ -255,15 +304,15 @@ ERRORS = {
     "stride of scales": (CONFIG, "stride_between_eight_rows(8 * 16)", "stride_between_eight_rows(256)"),
     "no swizzle": (CONFIG, "kDescriptorVersion | kSwizzle128 |", "kDescriptorVersion |"),
     "no version": (CONFIG, "uint64_t(1) << 46", "uint64_t(0) << 46"),
-    "next part": (CONFIG, "kNextPart = kPart / 2 / 16", "kNextPart = kPart / 2 / 8"),
+    "next part": (CONFIG, "kNextPart = kRowBytes / kParts / 16", "kNextPart = kRowBytes / kParts / 8"),
     "type of B": (CONFIG, "kE2m1B = 1 << 10", "kE2m1B = 1 << 11"),
     "tokens": (CONFIG, "(tokens / 8) << 17", "(tokens / 16) << 17"),
     "scales of A": (KERNEL, "a_scales + scales * kBlockColumns,", "a_scales,"),
     "scales of B": (KERNEL, "b_scales + scales * Config::Blocks", "b_scales + scales"),
-    "first scale": (KERNEL, "first = i % Config::BlockParts * 2", "first = 0"),
-    "scales of half a step": (CONFIG, "BlockParts = 4 * ScaleBlock / kPart", "BlockParts = 1"),
+    "first scale": (KERNEL, "first = i % Config::BlockParts * Config::PartScales", "first = 0"),
+    "scales of half a step": (CONFIG, "BlockParts = 4 / PartScales", "BlockParts = 1"),
     "type of scales": (CONFIG, "kUe8m0 = 1 << 23", "kUe8m0 = 0"),
-    "blocks of weights": (KERNEL, "ceil_div(problem_.k / kPart, Config::BlockParts)", "problem_.k / kPart"),
+    "blocks of weights": (KERNEL, "ceil_div(problem_.k / Config::Part,", "max(problem_.k / 64,"),
     "block of scales": (KERNEL, "(i * Config::Blocks + block) * kBlockColumns", "(block * 4 + i) * 4"),
     "rows of scales": (KERNEL, "pick(row[0].x, row[1].x,", "pick(row[1].x, row[0].x,"),
     "next scales": (KERNEL, "load_scales(tile, step + kScaleWarps)", "load_scales(tile, step + 1)"),
@@ -283,6 +332,16 @@ ERRORS = {
     "fence of scales": (KERNEL, "fence_async_proxy();\n", "\n"),
     "fence of products": (KERNEL, "tensor_fence_after();\n      start_step", "start_step"),
     "early commit": (KERNEL, "    }\n    " + COMMIT, "      if (step == 0) " + COMMIT + "\n    }"),
+    "fp8: type of weights": (CONFIG, "? 5 << 7 :", "? 1 << 7 :"),
+    "fp8: types in the other order": (CONFIG, "? 5 << 7 :", "? 5 << 10 :"),
+    "fp8: one scale of each operand": (CONFIG, "scale << 29 | scale << 4", "scale << 29"),
+    "fp8: scales of a part": (CONFIG, "PartScales = Part /", "PartScales = Fp8 ? 2 : Part /"),
+    "fp8: bytes of containers": (KERNEL, "kCopied = Config::Step / 2", "kCopied = kRowBytes"),
+    "fp8: no containers": (HOST, "a.k / 2, kRows, a.x_fp8)", "a.k / 2, kRows)"),
+    "fp8: codes of a row": (HOST, "unpacks ? 2 * bytes : bytes", "bytes"),
+    "fp8: bytes of X": (HOST, "a.x_fp8 ? a.k : a.k / 2", "a.k / 2"),
+    "fp8: steps": (HOST, "a.x_fp8 ? 128 : 256", "256"),
+    "fp8: ones": (KERNEL, "0x7F7F7F7Fu;", "0x7F7F807Fu;"),
 }  # fmt: skip
 
 
@@ -303,6 +362,8 @@ def cases() -> list[tuple[Case, int]]:
         (Case("contiguous", [31, 33, 0, 64], 520, 2880), 2),
         (Case("contiguous", [40, 32, 0, 30], 1040, 64), 2),  # products run ahead of results
         (Case("contiguous", [190, 0, 37, 5], 264, 832, format="mxfp4"), 0),
+        (Case("contiguous", [190, 0, 37, 5], 264, 640, format="fp8"), 0),
+        (Case("masked", [31, 3, 40], 136, 384, format="fp8").without_scales_of_rows(), 2),
     ]
 
 

@@ -23,8 +23,10 @@ pytestmark = [
 ]
 
 SOURCE = Path("csrc/sm80/products_sm100.cu")
-KERNELS, MOST_REGISTERS = 6, 168
+KERNELS, MOST_REGISTERS = 9, 168
 """A kernel for each candidate and format. The compiler asserts shared memory and columns of tensor memory."""
+PRODUCTS = "UTCOMMA", "UTCOMMA.4X", "UTCQMMA"
+"""Opcode for each value of `Kind`: mxfp4, nvfp4, and e4m3 rows by mxfp4 weights."""
 
 
 # --- machine code ---
@@ -48,8 +50,9 @@ def code_of(file: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("arch", ["100f", "103a"] if ASKED == "all" else ["100f"])
 def test_instructions_registers_and_memory(arch, tmp_path):
-    """The FP4 tensor cores with four scales for 64 K (nvfp4) or two (mxfp4) and no others, scales by their
-    copies to tensor memory, boxes and plain bytes by the copy engine, and nothing in local memory."""
+    """The FP4 tensor cores with four scales for 64 K (nvfp4) or two (mxfp4), those of 32 K for e4m3 rows, and
+    no others. Products have scales in tensor memory, which come by copies to it. The copy engine brings boxes
+    and plain bytes. Nothing is in local memory."""
     file, told = compiled(arch, tmp_path)
     pattern = (
         r"properties for (\w+product_kernel\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -62,8 +65,11 @@ def test_instructions_registers_and_memory(arch, tmp_path):
     if arch == "103a":  # Triton's cuobjdump does not read it
         return
     for name, body in code_of(file).items():
-        product = "UTCOMMA.4X" if "ProductConfigILb1E" in name else "UTCOMMA"
-        assert set(re.findall(r"\b[A-Z]*MMA[.\w]*", body)) == {product}, name
+        product = PRODUCTS[int(re.search(r"4KindE(\d)", name)[1])]
+        products = re.findall(r"\b([A-Z]*MMA[.\w]*)(.*?);", body)
+        assert {opcode for opcode, _ in products} == {product}, name
+        # Products without scales have no operand behind the instruction descriptor but the predicate.
+        assert all(re.search(r"idesc\[\w+\], tmem\[\w+\]", operands) for _, operands in products), name
         assert set(re.findall(r"\bUTCCP\S*", body)) == {"UTCCP.T.S.4x32dp128bit"}, name
         for instruction in ("UTMALDG.2D", "UBLKCP.S.G", "LDTM.x16", "UTCBAR"):
             assert instruction in body, (name, instruction)
@@ -140,7 +146,7 @@ def words_of_ptx(text: str) -> list[tuple]:
     return found
 
 
-COLUMNS = {"nvfp4": 16, "mxfp4": 8}
+COLUMNS = {"nvfp4": 16, "mxfp4": 8, "fp8": 4}
 """Columns of tensor memory that the scales of A have in a step."""
 
 
@@ -183,7 +189,12 @@ class Work(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint32) for name in ("kind", "d", "instruction", "a_scales", "b_scales")),
-        *(("a", ctypes.c_uint64), ("b", ctypes.c_uint64), ("keep", ctypes.c_bool), ("nvfp4", ctypes.c_bool)),
+        *(
+            ("a", ctypes.c_uint64),
+            ("b", ctypes.c_uint64),
+            ("keep", ctypes.c_bool),
+            ("product", ctypes.c_uint8),
+        ),
     ]
 
 
@@ -192,7 +203,7 @@ def our_step(tokens: int, config: int, format: str) -> Step:
     kernels = opened(emulated.kernels("sm100"), multiprocessors=1)
     log = (Work * 256)()
     kernels.emulator_tensor_log(log, len(log))  # forgets what others started
-    case = Case("dense", [tokens], 128, 256, format=format)
+    case = Case("dense", [tokens], 128, 128 if format == "fp8" else 256, format=format)
     assert case.agrees(kernels, config)
     works = log[: kernels.emulator_tensor_log(log, len(log))]
     copies = [(w.d, w.a) for w in works if w.kind == 0]

@@ -54,7 +54,8 @@ struct TensorWork {
   enum Kind { kCopy, kMultiply, kCommit } kind;
   uint32_t d, instruction, a_scales, b_scales;
   uint64_t a, b;
-  bool keep, nvfp4;
+  bool keep;
+  TensorKind product;
 };
 
 struct TensorLoad {
@@ -192,8 +193,8 @@ class Block {
   void run_something();
   void run_copy(const TensorWork& work);
   void run_multiply(const TensorWork& work);
-  bool read_operand(uint64_t descriptor, uint32_t scales, int first_scale, bool nvfp4, int rows, bool k_first,
-                    std::vector<double>& to);
+  bool read_operand(uint64_t descriptor, uint32_t scales, int first_scale, TensorKind kind, uint32_t type,
+                    int rows, bool k_first, std::vector<double>& to);
 
   const std::function<void()>& kernel_;
   Progress& progress_;

@@ -13,10 +13,12 @@ namespace {
 // The contents of a CUtensorMap here.
 struct Map {
   uint32_t element, swizzle;  // bytes; swizzle: 0, 64 or 128
+  uint32_t gap;               // bytes that follow each element in shared memory, and that no barrier counts
   uint32_t box[3];
   uint64_t base, size[3], stride[3];  // size in elements; stride in bytes, the first one an element's
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
+constexpr int kCodes = 16;  // of an element of 16U4_ALIGN16B
 
 // Calls f(shared address, global address or null outside of the tensor) for all elements of a box.
 template <class F>
@@ -24,7 +26,7 @@ void for_each_element(const Map& map, uint32_t shared, const int (&at)[3], const
   uint32_t offset = 0;
   for (uint32_t k = 0; k < map.box[2]; ++k) {
     for (uint32_t j = 0; j < map.box[1]; ++j) {
-      for (uint32_t i = 0; i < map.box[0]; ++i, offset += map.element) {
+      for (uint32_t i = 0; i < map.box[0]; ++i, offset += map.element + map.gap) {
         const int64_t c[3] = {at[0] + int64_t(i), at[1] + int64_t(j), at[2] + int64_t(k)};
         bool inside = true;
         uint64_t global = map.base;
@@ -53,14 +55,18 @@ void Block::load(size_t which) {
     return progressed();
   }
   const Map& map = contents(load.map);
-  const uint32_t bytes = map.box[0] * map.box[1] * map.box[2] * map.element;
+  const uint32_t elements = map.box[0] * map.box[1] * map.box[2], bytes = elements * map.element;
+  // A map of 16 codes in 16 bytes counts codes, and its boxes begin at multiples of 128.
+  if (map.gap > 0 && load.x % 128 != 0) return fail("a box of codes begins between its multiples");
+  const int x = map.gap > 0 ? load.x / kCodes : load.x;
   for (uint32_t rank = 0; rank < cluster_.blocks.size(); ++rank) {
     if ((load.blocks >> rank & 1) == 0) continue;
     Block& to = *cluster_.blocks[rank];
-    if (to.ended_ || !to.holds(load.to, bytes)) {
+    if (to.ended_ || !to.holds(load.to, bytes + elements * map.gap)) {
       return fail("a load goes to a block that has ended, or beyond shared memory");
     }
-    for_each_element(map, load.to, {load.x, load.y, 0}, [&](uint32_t shared, const uint8_t* global) {
+    for_each_element(map, load.to, {x, load.y, 0}, [&](uint32_t shared, const uint8_t* global) {
+      std::memset(to.memory() + shared + map.element, 0xFF, map.gap);  // nothing may read it
       if (global != nullptr) {
         std::memcpy(to.memory() + shared, global, map.element);
       } else {
@@ -152,7 +158,10 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   emulator::Map contents = {};
-  contents.element = type == CU_TENSOR_MAP_DATA_TYPE_UINT8   ? 1
+  const bool unpacks = type == CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B;
+  contents.gap = unpacks ? 8 : 0;
+  contents.element = unpacks                                 ? 8
+                     : type == CU_TENSOR_MAP_DATA_TYPE_UINT8 ? 1
                      : type == CU_TENSOR_MAP_DATA_TYPE_INT64 ? 8
                                                              : 2;
   contents.swizzle = swizzle == CU_TENSOR_MAP_SWIZZLE_128B  ? 128
@@ -164,9 +173,16 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
     contents.box[d] = d < rank ? box[d] : 1;
     contents.stride[d] = d == 0 ? contents.element : d < rank ? strides[d - 1] : 0;
     // What the hardware asks for.
-    if (contents.box[d] > 256 || (d > 0 && contents.stride[d] % 16 != 0)) return CUDA_ERROR_INVALID_VALUE;
+    if (contents.box[d] > 256 || (d > 0 && contents.stride[d] % (unpacks ? 32 : 16) != 0))
+      return CUDA_ERROR_INVALID_VALUE;
   }
-  const uint32_t row = contents.box[0] * contents.element;
+  if (unpacks) {  // as cuda.h asks
+    if (contents.base % 32 != 0 || sizes[0] % 128 != 0 || box[0] != 128 ||
+        swizzle == CU_TENSOR_MAP_SWIZZLE_64B)
+      return CUDA_ERROR_INVALID_VALUE;
+    contents.size[0] /= emulator::kCodes, contents.box[0] /= emulator::kCodes;
+  }
+  const uint32_t row = contents.box[0] * (contents.element + contents.gap);
   if (contents.base % 16 != 0 || row % 16 != 0 || (contents.swizzle > 0 && row > contents.swizzle)) {
     return CUDA_ERROR_INVALID_VALUE;
   }

@@ -86,10 +86,14 @@ void wgmma_wait(int pending);
 
 // ---- tensor memory, and tensor cores that one thread feeds (tcgen05) ----
 
+// tcgen05.mma's kinds with block scales: of K 64, with four or two scales, or of K 32 with one.
+enum class TensorKind : uint8_t { kMxf4Nvf4By16, kMxf4Nvf4By32, kMxf8f6f4 };
+
 struct TensorProduct {
   uint32_t d, instruction, a_scales, b_scales;
   uint64_t a, b;
-  bool keep, nvfp4;  // or mxfp4
+  bool keep;
+  TensorKind kind;
 };
 
 void tensor_allocate(uint32_t smem, uint32_t columns);

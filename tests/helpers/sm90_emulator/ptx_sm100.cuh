@@ -18,10 +18,14 @@ inline void tensor_load(uint32_t address, uint32_t (&r)[16]) { emulator::tensor_
 inline void tensor_load_wait(uint32_t (&)[16]) { emulator::tensor_load_wait(); }
 
 inline void tensor_copy(uint32_t address, uint64_t descriptor) { emulator::tensor_copy(address, descriptor); }
-template <bool kNvfp4>
+template <int kPart, int kScaleBlock>
 inline void tensor_multiply(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction, uint32_t a_scales,
                             uint32_t b_scales, bool keep) {
-  emulator::tensor_multiply({d, instruction, a_scales, b_scales, a, b, keep, kNvfp4});
+  using Kind = emulator::TensorKind;
+  constexpr Kind kKind = kPart == 32         ? Kind::kMxf8f6f4
+                         : kScaleBlock == 16 ? Kind::kMxf4Nvf4By16
+                                             : Kind::kMxf4Nvf4By32;
+  emulator::tensor_multiply({d, instruction, a_scales, b_scales, a, b, keep, kKind});
 }
 inline void tensor_commit(uint32_t barrier) { emulator::tensor_commit(barrier); }
 

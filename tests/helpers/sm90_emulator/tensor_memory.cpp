@@ -32,21 +32,38 @@ double code_value(uint32_t code) {
   return code & 8 ? -kValues[code & 7] : kValues[code];
 }
 
+double e4m3_value(uint32_t bits) {
+  const uint32_t exponent = bits >> 3 & 15, mantissa = bits & 7;
+  if ((bits & 127) == 127) return NAN;
+  const double value =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, static_cast<int>(exponent) - 10);
+  return bits & 128 ? -value : value;
+}
+
+// Operands of kind::mxf8f6f4, by their numbers in the instruction descriptor. (Kinds with K 64 call e2m1 1.)
+constexpr uint32_t kE4m3 = 0, kE2m1 = 5;
+
 // ue4m3, which has 7 bits, or ue8m0.
 double scale_value(uint32_t bits, bool e4m3) {
   if (!e4m3) return (bits & 255) == 255 ? NAN : std::ldexp(1.0, static_cast<int>(bits & 255) - 127);
-  const uint32_t exponent = bits >> 3 & 15, mantissa = bits & 7;
-  if ((bits & 127) == 127) return NAN;
-  return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, static_cast<int>(exponent) - 10);
+  return e4m3_value(bits & 127);
 }
 
-// sums[row][n] = sum over K of a[row] * b[n]; both [..][kPart].
-constexpr int kPart = 64;
+struct Shape {
+  int k, scale_block;
+};
+
+Shape shape_of(TensorKind kind) {
+  return {kind == TensorKind::kMxf8f6f4 ? 32 : 64, kind == TensorKind::kMxf4Nvf4By16 ? 16 : 32};
+}
+
+// sums[row][n] = sum over K of a[row] * b[n]; a: [rows][K], b: [K][tokens].
 __attribute__((target_clones("avx512f", "avx2", "default"))) void multiply(const double* a, const double* b,
-                                                                           double* sums, int tokens) {
+                                                                           double* sums, int tokens,
+                                                                           int part) {
   for (int row = 0; row < kLanes; ++row) {
-    for (int k = 0; k < kPart; ++k) {
-      const double left = a[row * kPart + k];
+    for (int k = 0; k < part; ++k) {
+      const double left = a[row * part + k];
       const double* const right = b + k * tokens;
       double* const to = sums + row * tokens;
       for (int n = 0; n < tokens; ++n) to[n] += left * right[n];
@@ -86,14 +103,15 @@ void Block::run_copy(const TensorWork& work) {
 }
 
 // The values of an operand with its scales: [K][rows] if `k_first`, else [rows][K].
-bool Block::read_operand(uint64_t descriptor, uint32_t scales, int first_scale, bool nvfp4, int rows,
-                         bool k_first, std::vector<double>& to) {
+bool Block::read_operand(uint64_t descriptor, uint32_t scales, int first_scale, TensorKind kind,
+                         uint32_t type, int rows, bool k_first, std::vector<double>& to) {
+  const auto [part, scale_block] = shape_of(kind);
   Matrix matrix;
   if (!read_descriptor(descriptor, matrix) || matrix.swizzle != 128 || matrix.start % 32 != 0) {
     fail("a wrong descriptor of codes");
     return false;
   }
-  to.resize(rows * kPart);
+  to.resize(rows * part);
   for (int row = 0; row < rows; ++row) {
     const uint32_t line = matrix.start + row / 8 * matrix.eight_rows + row % 8 * 128;
     if (!holds(line, 32)) {
@@ -105,11 +123,15 @@ bool Block::read_operand(uint64_t descriptor, uint32_t scales, int first_scale, 
       fail("a product reads scales beyond the columns of tensor memory");
       return false;
     }
-    for (int k = 0; k < kPart; ++k) {
-      const uint8_t pair = memory_[swizzled(line + k / 2, 128)];
-      const double scale = scale_value(*word >> 8 * (first_scale + k / (nvfp4 ? 16 : 32)), nvfp4);
-      const double value = code_value(k % 2 ? pair >> 4 : pair & 15) * scale;
-      to[k_first ? k * rows + row : row * kPart + k] = value;
+    for (int k = 0; k < part; ++k) {
+      // K 64: two codes in a byte. K 32: a byte for each, of which e2m1 fills the first half of every 16.
+      const bool bytes = kind == TensorKind::kMxf8f6f4;
+      const uint32_t from = !bytes ? k / 2 : type == kE4m3 ? k : k / 16 * 16 + k % 16 / 2;
+      const uint8_t found = memory_[swizzled(line + from, 128)];
+      const double value =
+          bytes && type == kE4m3 ? e4m3_value(found) : code_value(k % 2 ? found >> 4 : found & 15);
+      const uint32_t scale = *word >> 8 * (first_scale + k / scale_block);
+      to[k_first ? k * rows + row : row * part + k] = value * scale_value(scale, scale_block == 16);
     }
   }
   return true;
@@ -119,16 +141,21 @@ void Block::run_multiply(const TensorWork& work) {
   const uint32_t i = work.instruction;
   const int tokens = (i >> 17 & 63) * 8;
   const int a_first = i >> 29 & 3, b_first = i >> 4 & 3;
-  // One CTA: 128 rows, e2m1 by e2m1, ue4m3 or ue8m0 scales, nothing negated or transposed. Of a word of four
-  // scales, nvfp4 takes all, and mxfp4 the first or the last two.
-  const uint32_t rest = i & ~(63u << 17 | 3u << 29 | 3u << 4);
-  const bool right_first = work.nvfp4 ? a_first + b_first == 0 : a_first % 2 + b_first % 2 == 0;
-  if (rest != (work.nvfp4 ? 0x08000480 : 0x08800480) || !right_first || tokens < 8 || tokens > 256) {
+  // One CTA: 128 rows, ue4m3 or ue8m0 scales, nothing negated or transposed. Of a word of four scales, an
+  // instruction takes all, the first or the last two, or any one. The types of the operands are e2m1 by e2m1,
+  // or what their three bits say.
+  const auto [part, scale_block] = shape_of(work.product);
+  const uint32_t rest = i & ~(63u << 17 | 3u << 29 | 3u << 4 | 7u << 7 | 7u << 10);
+  const uint32_t a_type = i >> 7 & 7, b_type = i >> 10 & 7;
+  const auto known = [&](uint32_t type) { return part == 64 ? type == 1 : type == kE4m3 || type == kE2m1; };
+  const int taken = part / scale_block;
+  if (rest != (scale_block == 16 ? 0x08000000 : 0x08800000) || a_first % taken != 0 || b_first % taken != 0 ||
+      !known(a_type) || !known(b_type) || tokens < 8 || tokens > 256) {
     return fail("a wrong instruction descriptor");
   }
   std::vector<double> a, b, sums(kLanes * tokens);
-  if (!read_operand(work.a, work.a_scales, a_first, work.nvfp4, kLanes, false, a)) return;
-  if (!read_operand(work.b, work.b_scales, b_first, work.nvfp4, tokens, true, b)) return;
+  if (!read_operand(work.a, work.a_scales, a_first, work.product, a_type, kLanes, false, a)) return;
+  if (!read_operand(work.b, work.b_scales, b_first, work.product, b_type, tokens, true, b)) return;
   for (int row = 0; row < kLanes; ++row) {
     for (int n = 0; n < tokens; ++n) {
       const uint32_t* const from = tensor_.at(work.d, row, n);
@@ -138,7 +165,7 @@ void Block::run_multiply(const TensorWork& work) {
       sums[row * tokens + n] = work.keep ? before : 0;
     }
   }
-  multiply(a.data(), b.data(), sums.data(), tokens);
+  multiply(a.data(), b.data(), sums.data(), tokens, part);
   for (int row = 0; row < kLanes; ++row) {
     for (int n = 0; n < tokens; ++n) {
       const float after = static_cast<float>(sums[row * tokens + n]);
@@ -231,11 +258,11 @@ void tensor_load_wait() {
 }
 
 void tensor_copy(uint32_t address, uint64_t descriptor) {
-  start({TensorWork::kCopy, address, 0, 0, 0, descriptor, 0, false, false});
+  start({TensorWork::kCopy, address, 0, 0, 0, descriptor, 0, false, {}});
 }
 
 void tensor_multiply(const TensorProduct& p) {
-  start({TensorWork::kMultiply, p.d, p.instruction, p.a_scales, p.b_scales, p.a, p.b, p.keep, p.nvfp4});
+  start({TensorWork::kMultiply, p.d, p.instruction, p.a_scales, p.b_scales, p.a, p.b, p.keep, p.kind});
   if (p.keep) return;
   const int tokens = (p.instruction >> 17 & 63) * 8;
   for (int row = 0; row < kLanes; ++row) {
@@ -245,7 +272,7 @@ void tensor_multiply(const TensorProduct& p) {
   }
 }
 
-void tensor_commit(uint32_t barrier) { start({TensorWork::kCommit, barrier, 0, 0, 0, 0, 0, false, false}); }
+void tensor_commit(uint32_t barrier) { start({TensorWork::kCommit, barrier, 0, 0, 0, 0, 0, false, {}}); }
 
 void store_shared(uint32_t smem, const void* from, uint32_t bytes) {
   if (!block->holds(smem, bytes) || smem % bytes != 0) block->fail("a store goes beyond shared memory");
