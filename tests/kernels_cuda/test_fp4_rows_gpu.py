@@ -1,5 +1,5 @@
-"""The operators whose rows are FP4, by the CUDA kernels of csrc/sm100 and csrc/sm120, and the check of their
-first use.
+"""The operators whose rows are FP4, or fp8 beside mxfp4 weights, by the CUDA kernels of csrc/sm100 and
+csrc/sm120, and the check of their first use.
 
 The results are compared with float64 and with the CPU's operators. The file runs on such a GPU, or without
 one with `--emulate`. test_sm120_gpu.py and test_sm100.py test the kernels by their C interface.
@@ -52,6 +52,7 @@ FAMILIES = [
     Family(scaled, "fp4_kernel_scaled", 120, 101376),
 ]
 CASES = [(family, format) for family in FAMILIES for format in family.launcher.KINDS]
+"""Kernels, and the format of the rows."""
 every_case = pytest.mark.parametrize(
     "family, format", CASES, ids=[f"{family.name}-{format}" for family, format in CASES]
 )
@@ -134,15 +135,22 @@ def other_results(given):
     given.out_type = {1: 2, 2: 1}.get(given.out_type, given.out_type)
 
 
+def half_of_k(given):
+    given.k = 128
+
+
 BOTH = other_factor, shifted_scales, no_bias, other_results, other_format
-WRONG = [(FAMILIES[0], change) for change in BOTH]
-WRONG += [(FAMILIES[1], change) for change in (*BOTH, no_order, other_rows)]
+WRONG = [(FAMILIES[0], "nvfp4", change) for change in BOTH]
+WRONG += [(FAMILIES[1], "nvfp4", change) for change in (*BOTH, no_order, other_rows)]
+WRONG += [(FAMILIES[0], "fp8", change) for change in (*BOTH, half_of_k)]
 
 
-@pytest.mark.parametrize("family, change", WRONG, ids=[f"{f.name}-{c.__name__}" for f, c in WRONG])
-def test_the_first_use_finds_wrong_kernels(family, change, launches):
+@pytest.mark.parametrize(
+    "family, format, change", WRONG, ids=[f"{f.name}-{kind}-{c.__name__}" for f, kind, c in WRONG]
+)
+def test_the_first_use_finds_wrong_kernels(family, format, change, launches):
     launches[1].append(change)
-    assert not native.first_error("nvfp4", repeats=1, shape=SMALL) <= native.BOUND
+    assert not native.first_error(format, repeats=1, shape=SMALL) <= native.BOUND
 
 
 # --- operators ---
@@ -156,7 +164,8 @@ def operators(family, format, launches, monkeypatch):
     from fp4_ops.backends.triton.scaled import support
 
     def fits(w, a_format, rows=None):
-        return scaled.takes(w.n, w.k) and a_format == w.fmt.name and a_format in family.launcher.KINDS
+        fits = family.launcher.takes(w.n, w.k, a_format) and a_format in family.launcher.KINDS
+        return fits and native.weights_of(a_format) == w.fmt.name
 
     monkeypatch.setattr(native, "takes", fits)
     monkeypatch.setattr(native, "multiplies", fits)
@@ -171,10 +180,12 @@ def operators(family, format, launches, monkeypatch):
 @every_case
 def test_operators(family, format, operators, launches):
     """Every product takes the kernels, where K and N fit, and gives what the CPU's operator gives."""
-    m, g, n, k = 21, 3, 40, 192
-    w = reference.random_weight(format, g, n, k)
-    options = {"format": format, "out_dtype": torch.float32}
-    a, b = reference.random_activations(m, k, kind=format), reference.random_activations(g, 7, k, kind=format)
+    m, g, n, k = 21, 3, 40, 256 if format == "fp8" else 192
+    weights = native.weights_of(format)
+    w = reference.random_weight(weights, g, n, k)
+    options = {"format": weights, "out_dtype": torch.float32}
+    kind = torch.float8_e4m3fn if format == "fp8" else format
+    a, b = reference.random_activations(m, k, kind=kind), reference.random_activations(g, 7, k, kind=kind)
     ids = torch.randint(-1, g + 1, (m,))
     offs = torch.randint(0, m, (g,)).sort().values.int()
     one = [None if t is None else t[0] for t in w.operands()]
@@ -184,10 +195,11 @@ def test_operators(family, format, operators, launches):
         "grouped_mm_masked": (b, w.operands(), (torch.tensor([0, 9, 4]).int().clamp(max=7),)),
         "indexed_mm": (a, w.operands(), (ids,)),
     }
-    for name, (x, weights, args) in calls.items():
-        given = {"a_scale": x.scale, "a_global_scale": x.global_scale, "a_format": format}
-        got = getattr(operators, name)(x.data, *weights, *args, **given, **options)
-        want = getattr(torch.ops.fp4, name)(x.data, *weights, *args, **given, **options)
+    for name, (x, operands, args) in calls.items():
+        a_format = "" if format == "fp8" else format
+        given = {"a_scale": x.scale, "a_global_scale": x.global_scale, "a_format": a_format}
+        got = getattr(operators, name)(x.data, *operands, *args, **given, **options)
+        want = getattr(torch.ops.fp4, name)(x.data, *operands, *args, **given, **options)
         assert (got - want).norm() <= 2e-6 * want.norm()
     assert len(launches[0]) == len(calls)
 
@@ -201,30 +213,34 @@ def test_experts(family, format, operators, launches, monkeypatch):
     from fp4_ops.meta.formats import FORMATS as TABLE
     from fp4_ops.meta.gates import apply_gate
 
-    def quantized(x, fmt):
-        packed, scale, factor = torch.ops.fp4.quantize(x[:, None].float(), fmt.name)
-        factor = factor if fmt.has_global_scale else None
+    weights = native.weights_of(format)
+
+    def quantized(x, a_format):
+        if a_format == "fp8":
+            return scaled_ops.fp8_rows(*torch.ops.fp4.quantize_fp8(x.float()))
+        packed, scale, factor = torch.ops.fp4.quantize(x[:, None].float(), a_format)
+        factor = factor if TABLE[a_format].has_global_scale else None
         return scaled.Rows(packed[:, 0], scale[:, 0].view(torch.uint8), factor)
 
     def gated(y, k, activation):
         return apply_gate(y, activation)
 
-    monkeypatch.setattr(scaled_ops, "_quantized", quantized)
+    monkeypatch.setattr(scaled_ops, "quantized", quantized)
     monkeypatch.setattr(scaled_ops, "gated", gated)
-    tokens, top_k, experts, hidden, inner = 9, 2, 4, 64, 128
-    up = reference.random_weight(format, experts, 2 * inner, hidden)
-    down = reference.random_weight(format, experts, hidden, inner)
+    tokens, top_k, experts, hidden, inner = 9, 2, 4, 128 if format == "fp8" else 64, 128
+    up = reference.random_weight(weights, experts, 2 * inner, hidden)
+    down = reference.random_weight(weights, experts, hidden, inner)
     x = torch.randn(tokens, hidden)
     ids = torch.rand(tokens, experts).topk(top_k).indices
     args = [
         ops.WeightArgs(
-            w.packed, w.scale.view(torch.uint8), w.global_scale, None, experts, n, k, TABLE[format]
+            w.packed, w.scale.view(torch.uint8), w.global_scale, None, experts, n, k, TABLE[weights]
         )
         for w, n, k in ((up, 2 * inner, hidden), (down, hidden, inner))
     ]  # fmt: skip
-    got = scaled_ops._experts(x, ids, *args, "silu").view(tokens, top_k, hidden).sum(1)
+    got = scaled_ops._experts(x, ids, *args, "silu", format).view(tokens, top_k, hidden).sum(1)
     want = torch.ops.fp4.moe(
-        x, ids, torch.ones(tokens, top_k), *up.operands(), *down.operands(), format=format, a_format=format
+        x, ids, torch.ones(tokens, top_k), *up.operands(), *down.operands(), format=weights, a_format=format
     )
     assert len(launches[0]) == 2
     # Sums in another order round a few hidden values to another code.
@@ -242,11 +258,12 @@ def test_every_candidate_is_timed(family, format, operators, launches, monkeypat
         return packed[:, 0], scale[:, 0].view(torch.uint8), factor if fmt.has_global_scale else None
 
     launched = []
-    shapes = [times.Shape(name, 1 if name == "mm" else 3, 40, 192, (1, 9)) for name in times.PREPARE]
+    shapes = [times.Shape(name, 1 if name == "mm" else 3, 40, 256, (1, 9)) for name in times.PREPARE]
     monkeypatch.setattr(times, "SHAPES", shapes)
     monkeypatch.setattr(times, "COPIED", 1 << 20)
     monkeypatch.setattr(times, "preferred_layout", lambda *_, **__: random.choice(("plain", "tile16")))
     monkeypatch.setattr(times.ops, "quantize_rows", quantize_rows)
+    monkeypatch.setattr(times.ops, "quantize_fp8", torch.ops.fp4.quantize_fp8)
     lines = list(times.table(lambda launch: (launch(len(launched)), launched.append(launch), 2.0)[-1]))
     candidates, kinds = family.launcher.CANDIDATES, len(family.launcher.KINDS)
     assert "reads and writes 1049 GB/s" in lines[0]

@@ -1,4 +1,5 @@
-"""Which GPUs run the CUDA kernels for FP4 rows, and what those for 10.x make of a weight. Without a GPU."""
+"""Which GPUs run the CUDA kernels for FP4 and fp8 rows, and what those for 10.x make of a weight, without a
+GPU."""
 
 import logging
 from types import SimpleNamespace
@@ -45,13 +46,14 @@ def gpu(monkeypatch, tmp_path):
 
 
 def runs() -> set[str]:
-    return {format for format in FORMATS if native.runs(format, 0)}
+    return {format for format in (*FORMATS, "fp8") if native.runs(format, 0)}
 
 
 @pytest.mark.parametrize(
     "capability, launcher, formats",
     [
-        ((10, 0), scaled_sm100, {"nvfp4", "mxfp4"}), ((10, 3), scaled_sm100, {"nvfp4", "mxfp4"}),
+        ((10, 0), scaled_sm100, {"nvfp4", "mxfp4", "fp8"}),
+        ((10, 3), scaled_sm100, {"nvfp4", "mxfp4", "fp8"}),
         ((12, 0), scaled, {"nvfp4", "mxfp4"}), ((12, 1), scaled, {"nvfp4", "mxfp4"}),
         ((8, 0), None, set()), ((11, 0), None, set()),
     ],
@@ -131,3 +133,34 @@ def test_few_rows_are_left_to_triton(capability, fewest, gpu):
     w = SimpleNamespace(codes=codes, fmt=FORMATS["nvfp4"], groups=4, n=128, k=256)
     assert native.multiplies(w, "nvfp4") and native.takes(w, "nvfp4", fewest)
     assert not native.takes(w, "nvfp4", fewest - 1) and not native.takes(w, "mxfp4", 10**6)
+
+
+@pytest.mark.parametrize(
+    "capability, a_format, format, n, k, taken",
+    [
+        ((10, 0), "fp8", "mxfp4", 40, 256, True),
+        ((10, 0), "fp8", "mxfp4", 40, 192, False),  # ends inside what the copy engine unpacks
+        ((10, 0), "fp8", "mxfp4", 36, 256, False),
+        ((10, 0), "fp8", "nvfp4", 40, 256, False),  # has e4m3 scales, which that instruction does not read
+        ((10, 0), "fp8", "int4_g32", 40, 256, False),
+        ((10, 0), "mxfp4", "mxfp4", 40, 192, True),
+        ((12, 0), "fp8", "mxfp4", 40, 256, False),  # its kernels multiply FP4 rows only
+    ],
+)  # fmt: skip
+def test_which_weights_rows_are_multiplied_by(capability, a_format, format, n, k, taken, gpu):
+    gpu(capability)
+    w = SimpleNamespace(
+        codes=SimpleNamespace(is_cuda=True, device=SimpleNamespace(index=0)), fmt=FORMATS[format],
+        n=n, k=k, groups=1,
+    )  # fmt: skip
+    assert native.multiplies(w, a_format) is taken
+
+
+def test_fp8_rows_keep_their_codes_in_order():
+    x = torch.randint(0, 127, (5, 128)).to(torch.uint8)
+    factor = torch.rand(5)
+    order = torch.tensor([3, 1, 4, 0, 2, 1]).int()
+    route = scaled.Route(scaled.CONTIGUOUS, torch.tensor([6]).int(), order)
+    got, _, _ = scaled_sm100.in_order(scaled.Rows(x.view(torch.float8_e4m3fn), None, factor), route, 1, 6)
+    assert got.packed.dtype == torch.float8_e4m3fn and got.scale is None
+    assert torch.equal(got.packed.view(torch.uint8), x[order]) and torch.equal(got.factor, factor[order])

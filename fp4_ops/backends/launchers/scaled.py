@@ -53,12 +53,12 @@ class ScaledArguments(ScaledProduct):
 
 
 class Rows(NamedTuple):
-    """Quantised rows: e2m1 code * block scale * factor."""
+    """Quantised rows: e2m1 code * block scale * factor, or e4m3 * factor."""
 
     packed: Tensor
-    """uint8 [rows, K/2]."""
-    scale: Tensor
-    """Bytes [rows, S], of which the first ceil(K/block) count."""
+    """uint8 [rows, K/2], or float8_e4m3fn [rows, K]."""
+    scale: Tensor | None
+    """Bytes [rows, S], of which the first ceil(K/block) count. None for e4m3."""
     factor: Tensor | None
     """float32 [rows], or None for ones."""
 
@@ -106,19 +106,22 @@ def built(device_index: int) -> bool:
     return has_kernels(device_index, MAJOR, "fp4_kernel_scaled")
 
 
-def takes(n: int, k: int) -> bool:
-    """True if the kernels multiply by weights of this shape."""
+def takes(n: int, k: int, a_format: str = "") -> bool:
+    """True if the kernels multiply rows of one of `KINDS` by weights of this shape."""
     return n > 0 and k > 0 and n % COLUMNS == 0 and k % PART == 0
 
 
-def aligned(t: Tensor) -> Tensor:
-    """Returns `t`, or a copy if its address is not a multiple of 16. The kernels copy 16 bytes at a time."""
-    return t.clone() if t.data_ptr() % 16 else t
+def aligned(t: Tensor, size: int = 16) -> Tensor:
+    """Returns `t`, or a copy if its address is not a multiple of `size`: the kernels copy so many bytes at a
+    time."""
+    return t.clone() if t.data_ptr() % size else t
 
 
 def with_scales_of(x: Rows, size: int) -> Rows:
     """Returns rows whose scales begin at multiples of `size` bytes."""
     scale = x.scale
+    if scale is None:
+        return x
     if scale.shape[1] % size:
         scale = pad(scale.view(torch.uint8), (0, -scale.shape[1] % size))
     return x._replace(scale=aligned(scale))
@@ -126,28 +129,30 @@ def with_scales_of(x: Rows, size: int) -> Rows:
 
 def shared_arguments(
     x: Rows, w: Weights, w_scale: Tensor, scale_bytes: int, out: Tensor, m: int, route: Route, config: int
-) -> tuple[dict[str, int | None], tuple[Tensor, ...]]:
+) -> tuple[dict[str, int | None], tuple[Tensor | None, ...]]:
     """Returns the fields of `ScaledProduct` and the tensors that they point to.
 
     `w_scale`: the weights' scales in the order that the kernels take. `scale_bytes`: rows of scales of x
     begin at multiples of it.
     """
     x = with_scales_of(x._replace(packed=aligned(x.packed)), scale_bytes)
-    codes = aligned(w.packed)
+    fp8 = x.packed.dtype == torch.float8_e4m3fn
+    codes = aligned(w.packed, 32 if fp8 else 16)
     groups, n, bytes_of_k = codes.shape
     return dict(
         x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(codes),
         scales=address(w_scale), global_scale=address(w.global_scale), bias=address(w.bias),
         out=address(out), group_rows=address(route.group_rows), stream=stream(), m=m, groups=groups, n=n,
-        k=2 * bytes_of_k, x_scale_bytes=x.scale.shape[1], nvfp4=FORMATS[w.format].has_global_scale,
-        config=config, mode=route.mode, out_type=DTYPE_CODES[out.dtype],
+        k=2 * bytes_of_k, x_scale_bytes=0 if x.scale is None else x.scale.shape[1],
+        nvfp4=FORMATS[w.format].has_global_scale, x_fp8=fp8, config=config,
+        mode=route.mode, out_type=DTYPE_CODES[out.dtype],
         bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],
     ), (x.packed, x.scale, codes, w_scale)  # fmt: skip
 
 
 def arguments(
     x: Rows, w: Weights, out: Tensor, m: int, route: Route, a_div: int = 1, config: int = -1
-) -> tuple[ScaledArguments, tuple[Tensor, ...]]:
+) -> tuple[ScaledArguments, tuple[Tensor | None, ...]]:
     """Returns the arguments of a launch, and the tensors that they point to. These must live until the
     launch.
 

@@ -1,4 +1,4 @@
-"""Launches csrc/sm100: FP4 rows by FP4 weights, both in layout plain, on GPUs of compute capability 10.x.
+"""Launches csrc/sm100: FP4 or fp8 rows by FP4 weights in layout plain, on GPUs of compute capability 10.x.
 
 `scaled.py` does the same for 12.x, and defines rows, weights and routes.
 """
@@ -15,11 +15,14 @@ from torch.nn.functional import pad
 from ...meta.formats import FORMATS, FP4_FORMATS
 from .library import call
 from .scaled import Route, Rows, ScaledProduct, Weights, candidate_name, has_kernels, shared_arguments
+from .scaled import takes as scaled_takes
 
 MAJOR = 10
 """Major compute capability of the GPUs whose tensor cores have the instruction."""
-KINDS = FP4_FORMATS
-"""Formats of the rows and weights that the kernels multiply."""
+KINDS = (*FP4_FORMATS, "fp8")
+"""Formats of the rows that the kernels multiply by weights of the same format; fp8 rows by mxfp4 weights."""
+FP8_PART = 128
+"""K must be a multiple of it with fp8 rows: so many codes the copy engine unpacks."""
 CANDIDATES = 3
 """Number of candidates in csrc/sm100/products_host.cuh."""
 FEWEST_ROWS = 16
@@ -38,6 +41,11 @@ NAN = 0x7F
 def built(device_index: int) -> bool:
     """True if the GPU has compute capability 10.x and `_sm80.so` has code with the kernels for it."""
     return has_kernels(device_index, MAJOR, "fp4_kernel_products")
+
+
+def takes(n: int, k: int, a_format: str) -> bool:
+    """True if the kernels multiply rows of a format by weights of this shape."""
+    return scaled_takes(n, k) and (a_format != "fp8" or k % FP8_PART == 0)
 
 
 # --- the weights' scales ---
@@ -65,7 +73,7 @@ def swizzled(scale: Tensor, nvfp4: bool) -> Tensor:
 
 def arguments(
     x: Rows, w: Weights, out: Tensor, m: int, route: Route, config: int = -1
-) -> tuple[ScaledProduct, tuple[Tensor, ...]]:
+) -> tuple[ScaledProduct, tuple[Tensor | None, ...]]:
     """Returns the arguments of a launch, and the tensors that they point to. These must live until the
     launch.
 
@@ -90,7 +98,9 @@ def in_order(x: Rows, route: Route, a_div: int, m: int) -> tuple[Rows, Route, Te
     order = torch.arange(m, device=place) if route.sorted_rows is None else route.sorted_rows.long()
     read = order // a_div
     factor = None if x.factor is None else x.factor[read]
-    return Rows(x.packed[read], x.scale[read], factor), route._replace(sorted_rows=None), order
+    scale = None if x.scale is None else x.scale[read]
+    packed = x.packed.view(torch.uint8)[read].view(x.packed.dtype)  # torch may not index float8
+    return Rows(packed, scale, factor), route._replace(sorted_rows=None), order
 
 
 def multiply(

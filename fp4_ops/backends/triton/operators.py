@@ -44,8 +44,9 @@ def quantize_fp8(x, *, layout="plain"):
 
 
 def or_else(w: ops.WeightArgs, a_format: str, fp4, other, native: bool = False):
-    """Calls fp4() if the kernels that multiply FP4 rows directly take the weight; else other(). `native`: the
-    CUDA kernels take it.
+    """Calls fp4() if the kernels that multiply such rows directly take the weight; else other().
+
+    `native`: the CUDA kernels take it.
     """
     device = device_of(w.codes.device)
     if w.k and (native or support.takes(w.fmt, a_format, device)):
@@ -59,16 +60,18 @@ def or_else(w: ops.WeightArgs, a_format: str, fp4, other, native: bool = False):
 def product(prepare, a, m: int, w: ops.WeightArgs, dtype: torch.dtype, *args, **kwargs):
     """Returns out [m, w.n] for activations a = (a, a_scale, a_global_scale, a_format)."""
     values, scale, global_scale, a_format = a
+    fp8 = values.dtype == torch.float8_e4m3fn
+    kind = "fp8" if fp8 else a_format
 
     def fp4():
-        rows = scaled.rows_of(values, scale, global_scale)
+        rows = scaled.fp8_rows(values, scale) if fp8 else scaled.rows_of(values, scale, global_scale)
         return scaled.product(prepare, rows, m, w, dtype, *args, **kwargs)
 
     def other():
         x, factor = rows_of(*a)
         return ops.run_product(prepare, x, m, w, dtype, *args, a_factor=factor, **kwargs)
 
-    return or_else(w, a_format, fp4, other, cuda.takes(w, a_format, m))
+    return or_else(w, kind, fp4, other, cuda.takes(w, kind, m))
 
 
 def mm(
@@ -173,7 +176,7 @@ def moe(
     arguments = x, topk_ids, topk_weights, w_up, w_down, activation, out_dtype
     rows = topk_ids.numel()
     native = cuda.takes(w_up, a_format, rows) and cuda.takes(w_down, a_format, rows)
-    return or_else(w_up, a_format, lambda: scaled.moe(*arguments), lambda: run(*arguments), native)
+    return or_else(w_up, a_format, lambda: scaled.moe(*arguments, a_format), lambda: run(*arguments), native)
 
 
 def to_masked(a, offs, max_m):

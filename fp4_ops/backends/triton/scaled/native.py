@@ -1,4 +1,5 @@
 """Multiplies FP4 rows by FP4 weights with the CUDA kernels of csrc/sm100 and csrc/sm120, not with Triton's.
+Those of csrc/sm100 also multiply fp8 rows by mxfp4 weights.
 
 They run on GPUs of compute capability 10.x and 12.x that `_sm80.so` was built for.
 Nobody has run them on a GPU: they were only compiled and emulated. So each format's first use on a GPU is
@@ -47,24 +48,33 @@ def takes(w: WeightArgs, a_format: str, rows: int) -> bool:
     return kernels is not None and rows >= w.groups * kernels.FEWEST_ROWS
 
 
+def weights_of(a_format: str) -> str:
+    """Returns the format of the weights by which kernels multiply rows of `a_format`."""
+    return "mxfp4" if a_format == "fp8" else a_format
+
+
 def multiplies(w: WeightArgs, a_format: str) -> bool:
     """True if the kernels can multiply rows of `a_format` by this weight, and passed the check."""
-    if not w.codes.is_cuda or a_format != w.fmt.name or w.fmt.element != "e2m1":
+    if not w.codes.is_cuda or weights_of(a_format) != w.fmt.name or w.fmt.element != "e2m1":
         return False
-    return scaled.takes(w.n, w.k) and w.groups <= MOST_GROUPS and runs(a_format, w.codes.device.index)
+    index = w.codes.device.index
+    kernels = launcher(index)
+    if kernels is None or not kernels.takes(w.n, w.k, a_format):
+        return False
+    return w.groups <= MOST_GROUPS and runs(a_format, index)
 
 
 def runs(format: str, device_index: int) -> bool:
-    """True if the GPU has these kernels, and those of the format passed the check."""
+    """True if the GPU has these kernels, and those for rows of the format passed the check."""
     here = launcher(device_index)
     return here is not None and format in here.KINDS and trusted(format, device_index)
 
 
 def trusted(format: str, device_index: int) -> bool:
-    properties = torch.cuda.get_device_properties(device_index)
+    properties, weights = torch.cuda.get_device_properties(device_index), weights_of(format)
     with torch.cuda.device(device_index), without_modes():
         return first_use.agrees(
-            f"the CUDA product of {format} rows and weights",
+            f"the CUDA product of {format} rows and {'' if format == weights else weights + ' '}weights",
             f"{properties.name}, compute capability {properties.major}.{properties.minor}",
             native.build(native.MMA), functools.partial(first_error, format), BOUND, "Triton",
         )  # fmt: skip
@@ -73,14 +83,20 @@ def trusted(format: str, device_index: int) -> bool:
 def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 832)) -> float:
     """The largest error of every candidate and kind of groups, relative to the norm and to `ROUNDING`.
 
-    shape: N and K of the weights; N ends inside a tile, and K inside a step. Each candidate runs with float32
-    results without bias, and in one of the 16-bit dtypes with a bias and two rows of results for each row.
+    format: of the rows.
+    shape: N and K of the weights; N ends inside a tile, and K inside a step, but with fp8 rows at its end.
+
+    Each candidate runs with float32 results without bias, and in one of the 16-bit dtypes with a bias and two
+    rows of results for each row.
     It is infinite if repeats differ in a bit, or if a kernel does not run.
     """
     generator, kernels = torch.Generator().manual_seed(0), launcher(torch.cuda.current_device())
     assert kernels is not None
-    fmt, found, place = FORMATS[format], 0.0, torch.device("cuda", torch.cuda.current_device())
+    weights = weights_of(format)
+    fmt, found, place = FORMATS[weights], 0.0, torch.device("cuda", torch.cuda.current_device())
     groups, (n, k) = 3, shape
+    if format == "fp8":
+        k = -(-k // scaled_sm100.FP8_PART) * scaled_sm100.FP8_PART
 
     def random(lead: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
         low, high = (0x20, 0x50) if fmt.has_global_scale else (118, 132)
@@ -91,7 +107,17 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
 
     def values(packed: Tensor, scale: Tensor, factor: Tensor) -> Tensor:
         typed = scale.view(torch.float8_e4m3fn if fmt.has_global_scale else torch.float8_e8m0fnu)
-        return dequantize(packed, typed, factor, format)
+        return dequantize(packed, typed, factor, weights)
+
+    def random_rows(count: int) -> tuple[scaled.Rows, Tensor]:
+        packed, scale, factor = random((count,))
+        if format != "fp8":
+            return scaled.Rows(packed, scale, factor), values(packed, scale, factor)
+        codes = torch.randint(0, 127, (count, k), generator=generator, device="cpu")  # all that are finite
+        codes += 128 * torch.randint(0, 2, (count, k), generator=generator, device="cpu")
+        e4m3 = codes.to(torch.uint8).to(place).view(torch.float8_e4m3fn)
+        factor /= 64  # so that results are no larger than those of FP4 rows, and fit float16
+        return scaled.Rows(e4m3, None, factor), e4m3.double() * factor[:, None].double()
 
     weight = random((groups, n))
     dense = values(*weight)
@@ -102,21 +128,23 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
         half = (torch.bfloat16, torch.float16)[config % 2]
         for dtype, a_div in ((torch.float32, 1), (half, 2)):
             for route, m, ids in _routes(counts):
-                x = random((-(-ids.numel() // a_div),))
+                x, x_values = random_rows(-(-ids.numel() // a_div))
                 own = slice(1) if route.mode == scaled.DENSE else slice(None)
                 added = bias[own].to(dtype) if a_div > 1 else None
                 codes, scales, factor = (t[own] for t in weight)
-                w = scaled.Weights(codes, scales, factor, added, format)
+                w = scaled.Weights(codes, scales, factor, added, weights)
                 outs = []
                 for _ in range(repeats):
                     out = torch.full((ids.numel(), n), torch.nan, device=place, dtype=dtype)
                     try:
-                        kernels.multiply(scaled.Rows(*x), w, out, m, route, a_div, config)
+                        kernels.multiply(x, w, out, m, route, a_div, config)
                     except RuntimeError as error:
-                        logging.getLogger("fp4_ops").warning("fp4: FP4 x FP4 by CUDA does not run: %s", error)
+                        logging.getLogger("fp4_ops").warning(
+                            "fp4: %s x %s by CUDA does not run: %s", format, weights, error
+                        )
                         return math.inf
                     outs.append(out)
-                exact = values(*x).repeat_interleave(a_div, 0)[: ids.numel()]
+                exact = x_values.repeat_interleave(a_div, 0)[: ids.numel()]
                 want = torch.zeros_like(outs[0], dtype=torch.float64)
                 for e in range(groups):
                     want[ids == e] = exact[ids == e] @ dense[e].mT

@@ -31,13 +31,21 @@ def rows_of(packed, block_scale, factor) -> Rows:
     return Rows(codes, scale, factor)
 
 
-def _quantized(x: torch.Tensor, fmt: Format) -> Rows:
-    packed, scale, factor = ops.quantize_rows(x, fmt)
-    return Rows(packed, scale, factor)
+def fp8_rows(codes, factor) -> Rows:
+    """Returns the e4m3 activations [..., K] of an operator, with a factor each, as rows."""
+    return Rows(codes.reshape(-1, codes.shape[-1]).contiguous(), None, factor.reshape(-1).contiguous())
+
+
+def quantized(x: torch.Tensor, a_format: str) -> Rows:
+    """Returns x [rows, K] as rows of a format that the kernels multiply."""
+    if a_format == "fp8":
+        return fp8_rows(*ops.quantize_fp8(x))
+    return Rows(*ops.quantize_rows(x, FORMATS[a_format]))
 
 
 def _spec(prepare, a: Rows, w: WeightArgs, out: torch.dtype, a_div: int = 1, check: bool = True) -> Scaled:
     mode, has_rows = ops.MODES[prepare]
+    assert a.scale is not None
     return Scaled(
         mode, has_rows, a_div, w.fmt.name, w.n, w.k, a.scale.shape[1],
         None if w.bias is None else w.bias.dtype, a.factor is not None, out, first_error if check else None,
@@ -88,9 +96,10 @@ def run_triton(prepare, a: Rows, m: int, w: WeightArgs, out: torch.Tensor, *args
 
 
 def product(prepare, a: Rows, m: int, w: WeightArgs, out_dtype: torch.dtype, *args, **kwargs) -> torch.Tensor:
-    """Returns out [m, w.n], as ops.run_product. Raises NoTile if no kernel can run here."""
+    """Returns out [m, w.n], as ops.run_product. Raises NoTile if no kernel can run here. fp8 rows are for the
+    CUDA kernels only."""
     out = torch.empty((m, w.n), dtype=out_dtype, device=a.packed.device)
-    if out.numel() and native.takes(w, w.fmt.name, m):
+    if out.numel() and (a.scale is None or native.takes(w, w.fmt.name, m)):
         rows, route = native_route(prepare, m, *args)
         native.multiply(a, w, out, rows, route)
     elif out.numel():
@@ -125,10 +134,10 @@ def grouped_mm_k(a: Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dt
 
 def moe(
     x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, up: WeightArgs, down: WeightArgs,
-    activation: str, out_dtype: torch.dtype,
+    activation: str, out_dtype: torch.dtype, a_format: str,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes fp4::moe with the weights' format as a_format: quantise, route, gate/up, gate, quantise, down,
-    combine.
+    """Computes fp4::moe with a_format the weights' format, or with fp8 if the CUDA kernels take it: quantise,
+    route, gate/up, gate, quantise, down, combine.
 
     Results between the products are float32, as in activations.moe_quantized.
     """
@@ -138,21 +147,21 @@ def moe(
     topk_ids = topk_ids.contiguous()
     while True:
         try:
-            y = _experts(x, topk_ids, up, down._replace(bias=None), activation)
+            y = _experts(x, topk_ids, up, down._replace(bias=None), activation, a_format)
         except TryNext:
             continue
         ops.combine(y, topk_ids, topk_weights, down, out)
         return out
 
 
-def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> torch.Tensor:
+def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str, a_format: str) -> torch.Tensor:
     """Returns each expert's output for each of its tokens, float32 [tokens * top_k, H], without bias and
     routing weight.
     """
     rows, device = topk_ids.numel(), device_of(x.device)
-    if all(native.takes(w, w.fmt.name, rows) for w in (up, down)):
-        return _native_experts(x, topk_ids, up, down, activation)
-    a = _quantized(x, up.fmt)
+    if a_format == "fp8" or all(native.takes(w, a_format, rows) for w in (up, down)):
+        return _native_experts(x, topk_ids, up, down, activation, a_format)
+    a = quantized(x, a_format)
     up_spec = _spec(ops.prepare_indexed, a, up, torch.float32, topk_ids.shape[1])
     # The hidden rows are quantised like x, and padded for their own K.
     scales = triton.cdiv(down.fmt.num_blocks(down.k), 16) * 16
@@ -162,19 +171,21 @@ def _experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> 
     route = _route(ops.prepare_indexed, x, rows, up_tile, ids, up.groups, tail=True)
     y = torch.empty((rows, up.n), dtype=torch.float32, device=x.device)
     _launch(a, up, route, y, up_tile, up_spec)
-    h = _quantized(gated(y, down.k, known_activation(activation)), down.fmt)
+    h = quantized(gated(y, down.k, known_activation(activation)), a_format)
     y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
     _launch(h, down, route, y, down_tile, down_spec)
     return y
 
 
-def _native_experts(x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str) -> torch.Tensor:
+def _native_experts(
+    x, topk_ids, up: WeightArgs, down: WeightArgs, activation: str, a_format: str
+) -> torch.Tensor:
     """Does the same by the CUDA kernels."""
     rows, route = topk_ids.numel(), native.by_ids(topk_ids.view(-1), up.groups)
-    a, route, a_div, order = native.in_order(_quantized(x, up.fmt), route, topk_ids.shape[1], rows)
+    a, route, a_div, order = native.in_order(quantized(x, a_format), route, topk_ids.shape[1], rows)
     y = torch.empty((rows, up.n), dtype=torch.float32, device=x.device)
     native.multiply(a, up, y, rows, route, a_div)
-    h = _quantized(gated(y, down.k, known_activation(activation)), down.fmt)
+    h = quantized(gated(y, down.k, known_activation(activation)), a_format)
     y = torch.empty((rows, down.n), dtype=torch.float32, device=x.device)
     native.multiply(h, down, y, rows, route)
     return y if order is None else torch.empty_like(y).index_copy_(0, order, y)

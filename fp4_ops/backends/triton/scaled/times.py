@@ -1,4 +1,4 @@
-"""Times products of FP4 rows on a GPU, kernel by kernel, for `python -m fp4_ops selftest --bench`."""
+"""Times products of FP4 and fp8 rows on a GPU, kernel by kernel, for `python -m fp4_ops selftest --bench`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from ....meta.formats import FORMATS, FP4_FORMATS
 from ....meta.layouts import preferred_layout
 from ....runtime import tune
-from ...launchers import scaled
 from .. import ops
 from ..launch import NoTile
 from ..ops import WeightArgs
@@ -115,14 +114,14 @@ def times(shape: Shape, format: str, timer: Timer) -> Iterator[Time]:
             getattr(torch.ops.fp4, operator)(a, *packed[i % len(packed)], *args, format=format, layout=layout)
 
         yield Time(shape, rows, format, f"bf16 rows, layout {layout}", timer(bfloat16), weight_bytes)
-        a = scaled.Rows(*ops.quantize_rows(x, fmt))
-        for name, launch in _launches(shape, rows, a, weights, routes):
-            try:
-                us = timer(launch)
-            except NoTile as error:
-                support.no_tile(error, format, device_of(place))
-                continue
-            yield Time(shape, rows, format, f"{format} rows, {name}", us, weight_bytes)
+        for a_format in (format, "fp8"):
+            for name, launch in _launches(shape, rows, x, a_format, weights, routes):
+                try:
+                    us = timer(launch)
+                except NoTile as error:
+                    support.no_tile(error, format, device_of(place))
+                    continue
+                yield Time(shape, rows, format, f"{a_format} rows, {name}", us, weight_bytes)
 
 
 def _packed(w: WeightArgs, layout: str, dense: bool) -> tuple[Tensor | None, ...]:
@@ -147,20 +146,24 @@ def _route(shape: Shape, rows: int, place: torch.device) -> tuple[tuple[Tensor, 
 
 
 def _launches(
-    shape: Shape, rows: int, a: scaled.Rows, weights: list[WeightArgs], routes: list[Any]
+    shape: Shape, rows: int, x: Tensor, a_format: str, weights: list[WeightArgs], routes: list[Any]
 ) -> Iterator[tuple[str, Callable[[int], object]]]:
-    """Yields the name and the launch of each kernel for FP4 rows that this GPU has and that passed its
-    check."""
-    place, prepare, m = a.packed.device, PREPARE[shape.operator], shape.all_rows(rows)
-    fmt, out = weights[0].fmt, torch.empty((m, shape.n), device=a.packed.device, dtype=torch.bfloat16)
-    if support.takes(fmt, fmt.name, device_of(place)):
+    """Yields the name and the launch of each kernel for rows of `a_format` that this GPU has and that passed
+    its check."""
+    place, prepare, m = x.device, PREPARE[shape.operator], shape.all_rows(rows)
+    by_triton = support.takes(weights[0].fmt, a_format, device_of(place))
+    by_cuda = native.multiplies(weights[0], a_format)
+    if not by_triton and not by_cuda:
+        return
+    a, out = triton_ops.quantized(x, a_format), torch.empty((m, shape.n), device=place, dtype=torch.bfloat16)
+    if by_triton:
         yield (
             "Triton",
             lambda i: triton_ops.run_triton(
                 prepare, a, m, weights[i % len(weights)], out, *routes[i % len(routes)][0]
             ),
         )
-    if not native.multiplies(weights[0], fmt.name):
+    if not by_cuda:
         return
     kernels = native.launcher(place.index)
     assert kernels is not None
