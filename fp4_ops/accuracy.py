@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoints.folder import Folder, check_folder
+from .meta.arguments import whole_number
 from .meta.formats import FORMATS
 from .meta.text import first_line
 from .quantization.activations import ACTIVATION_MODES
@@ -38,7 +39,10 @@ def add_commands(commands: Any) -> None:
         "--activations", nargs="+", choices=list(ACTIVATION_MODES), default=list(ACTIVATION_MODES)
     )
     parser.add_argument(
-        "--windows", type=int, default=64, help="most windows of the text that are evaluated (default: 64)"
+        "--windows",
+        type=whole_number(1),
+        default=64,
+        help="most windows of the text that are evaluated (default: 64)",
     )
     parser.add_argument("--json", type=Path, help="also write the table here")
     parser.set_defaults(run=partial(_run, _eval))
@@ -71,7 +75,7 @@ def _eval(args: argparse.Namespace) -> None:
     model, stored = _load(args)
     windows = _windows(args, model, args.text, args.windows)
     calibration = _calibration(args, model, args.methods)
-    print(f"{len(windows)} windows of {args.length} tokens\n{HEAD}\n{'-' * len(HEAD)}")
+    print(f"{len(windows)} windows of {args.length} tokens\n{HEAD}\n{'-' * len(HEAD)}", flush=True)
     table = evaluate(
         model,
         windows,
@@ -160,9 +164,10 @@ def _calibration(args: argparse.Namespace, model: nn.Module, methods: list[str])
         return None
     if args.calibration is None:
         left_out = ", ".join(m for m in methods if METHODS[m].calibration != "none")
-        print(f"no --calibration text, so these methods are left out: {left_out}")
+        print(f"no --calibration text, so these methods are left out: {left_out}", flush=True)
         return None
     windows = _windows(args, model, args.calibration, args.calibration_windows)
+    print(f"calibration: the model reads {len(windows)} windows of {args.length} tokens", flush=True)
     return calibrate(model, windows, full="full" in kinds, batch=args.batch)
 
 

@@ -15,9 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from .backends import available, multiplies_fp4, reader
 from .info import info
+from .meta.arguments import whole_number
 from .meta.formats import A_FORMATS, ACTIVATIONS, FORMATS, FP4_FORMATS
 from .meta.layouts import LAYOUTS, preferred_layout
 from .meta.text import in_short
@@ -201,7 +203,7 @@ def bench() -> Iterator[str]:
 
 
 def run(device: str, show: Callable[[str], None] = print) -> Result:
-    """Checks every case on one device. Shows a line for each failure."""
+    """Checks every case on one device. Shows a line for each failure, and a bar if it runs in a terminal."""
     result = Result(device)
 
     def note(operator: str, what: str, error: float, most: float) -> None:
@@ -214,7 +216,7 @@ def run(device: str, show: Callable[[str], None] = print) -> Result:
     with torch.no_grad():
         for what, error, most in conversions(device):
             note(what.split()[0], what, error, most)
-        for case in cases(device):
+        for case in tqdm(list(cases(device)), device, leave=False, disable=None):
             try:
                 error = relative_error(*(block if case.operator == "moe" else product)(case, device))
             except RuntimeError as raised:
@@ -229,6 +231,7 @@ def main(args: argparse.Namespace) -> None:
     torch.manual_seed(args.seed)
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     begin = time.perf_counter()
+    print(f"checks {' and '.join(devices)}, which takes about a minute", flush=True)
     results = [run(device) for device in devices]
     for r in results:
         print(f"\n{r.device:<20}{'largest error over its bound':>30}")
@@ -257,7 +260,9 @@ def add_commands(commands: Any) -> None:
     command = commands.add_parser(
         "selftest", help="compare every operator on this machine with float64, and time a few"
     )
-    command.add_argument("--seed", type=int, default=0, help="seed of the random data (default: 0)")
+    command.add_argument(
+        "--seed", type=whole_number(0, 2**64 - 1), default=0, help="seed of the random data (default: 0)"
+    )
     command.add_argument(
         "--bench",
         action="store_true",

@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
 from .experts import MATRICES, Arithmetic, ExpertsModule, computing, experts_modules
 
@@ -60,7 +61,8 @@ class Calibration:
         self._moments.clear()
         recorders = [Recorder(experts, self._full) for experts in group]
         with computing(recorders):
-            for windows in self._tokens.split(self._batch):
+            batches = self._tokens.split(self._batch)
+            for windows in tqdm(batches, "calibration", leave=False, disable=None):
                 self._model(input_ids=windows, use_cache=False)
         for recorder in recorders:
             self.tokens[recorder.experts.name] = recorder.tokens
@@ -77,7 +79,7 @@ def calibrate(
         else: E[x_k^2], float32 [experts, K], which "weighted" needs
 
     tokens: int64 [windows, length], on the model's device.
-    batch: windows run at a time.
+    batch: windows run at a time. A terminal shows how many have run.
     max_bytes: memory for moments. The full moments of a large model need more (2.5 GB for each layer of
         Qwen3-30B-A3B). The model then runs again for every few layers, when their moments are asked for.
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..meta.arguments import whole_number
+
 
 def read_windows(
     file: str | os.PathLike[str],
@@ -75,9 +77,12 @@ def add_calibration_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--calibration-windows",
-        type=int,
+        type=whole_number(1),
         default=128,
         help="most windows of the calibration text (default: 128)",
     )
-    parser.add_argument("--length", type=int, default=512, help="tokens in a window (default: 512)")
-    parser.add_argument("--batch", type=int, default=8, help="windows that run at a time (default: 8)")
+    one_or_more = whole_number(1)
+    parser.add_argument("--length", type=one_or_more, default=512, help="tokens in a window (default: 512)")
+    parser.add_argument(
+        "--batch", type=one_or_more, default=8, help="windows that run at a time (default: 8)"
+    )

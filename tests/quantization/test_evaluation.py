@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 
 import checkpoint_samples
 import huggingface_hub
@@ -269,6 +270,7 @@ def test_commands(tmp_path, capsys):
          "--activations", "bf16", "fp8", "nvfp4", "--json", str(table), *calibration]
     )  # fmt: skip
     out = capsys.readouterr().out
+    assert re.search(r"^calibration: the model reads \d+ windows of \d+ tokens\n3 windows", out, re.MULTILINE)
     rows = json.loads(table.read_text())["rows"]
     assert len(rows) == 2 + 2 * 3 + (1 + 3) * 2 * 2  # W4A4 nvfp4 only of its own weights
     assert out.count("W4A8 fp8") == 5 * 2 and out.count("weighted") == 3 + 4 * 2 and "W4A4 nvfp4" in out
@@ -285,6 +287,24 @@ def test_commands(tmp_path, capsys):
 
     with pytest.raises(SystemExit, match="has 400 tokens; one window is 512"):
         main(["eval", str(tmp_path / "model"), "--text", str(text)])
+
+
+@pytest.mark.parametrize(
+    "command, option, value",
+    [
+        ("quantize a -o b", "--batch", "-3"),
+        ("quantize a -o b", "--calibration-windows", "0"),
+        ("eval a --text b", "--windows", "0"),
+        ("eval a --text b", "--length", "half"),
+        ("report a", "--batch", "0"),
+        ("selftest", "--seed", "-1"),
+        ("selftest", "--seed", str(2**64)),
+    ],
+)
+def test_commands_refuse_numbers_out_of_range(command, option, value, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), option, value])
+    assert f"argument {option}: '{value}' must be a whole number" in capsys.readouterr().err
 
 
 def test_commands_say_in_a_line_what_is_not_there(tmp_path, monkeypatch):
