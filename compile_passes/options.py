@@ -76,8 +76,11 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ValueError(f"fp4: {name} is {value!r}; it must be True or False")
-    if switches["linear"]:
-        given.setdefault("dense", format)
+    if switches["linear"] and given.setdefault("dense", format) != format:
+        raise ValueError(
+            f"fp4: linear is True and dense is {given['dense']!r}; linear=True means dense={format!r}, the "
+            "experts' format. Leave one of the two out"
+        )
     outside = chosen_formats({kind: given.pop(kind, KEEP) for kind in KINDS})
     for kind_format in outside.values():
         check_activation_choice(activation, kind_format)

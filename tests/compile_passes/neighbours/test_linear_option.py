@@ -139,3 +139,7 @@ def test_words_that_are_no_formats():
         parse(None, {"activation": "nvfp4", "attention": "int4"})
     assert parse(None, dict.fromkeys(KINDS, "keep")).outside == {}
     assert parse(None, {"linear": True, "format": "int4"}).outside == {"dense": "int4"}
+    assert parse(None, {"linear": True, "dense": "nvfp4"}).outside == {"dense": "nvfp4"}
+    for other in ("keep", "mxfp4"):
+        with pytest.raises(ValueError, match=f"linear is True and dense is '{other}'; .* Leave one of the"):
+            parse(None, {"linear": True, "dense": other})
