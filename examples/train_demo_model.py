@@ -3,11 +3,13 @@
     python examples/train_demo_model.py --minutes 14 --out examples/demo_model
 
 The script uses a GPU if there is one; three minutes are then enough. The model is a Qwen3-MoE of 3.9 million
-parameters that reads and writes bytes (a token is a byte, so there is no tokenizer). The training text is the
-standard library without its tests, which every machine with Python has. One file in twenty, chosen by a
-checksum of its path, is held out; `heldout.txt` is a part of these files. The files under --out are:
+parameters that reads and writes bytes. A token is a byte; servers get a tokenizer that says so. The
+training text is the standard library without its tests, which every machine with Python has. One file in
+twenty, chosen by a checksum of its path, is held out; `heldout.txt` is a part of these files. The files under
+--out are:
 
-    config.json, generation_config.json, model.safetensors (bfloat16), heldout.txt
+    config.json, generation_config.json, model.safetensors (bfloat16), heldout.txt,
+    tokenizer.json, tokenizer_config.json
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import zlib
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 # Folders that are left out: tests, tables, generated files, other people's packages.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "__pycache__", "encodings", "pydoc_data", "lib2to3"}
@@ -66,6 +69,18 @@ def load_text() -> tuple[bytes, bytes]:
 
 def to_tokens(text: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Returns a tokenizer that gives each byte of UTF-8 its own value as token."""
+    # ByteLevel writes a byte as the character of its number if that can be seen, else as one from U+0100 on.
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in own]
+    written = {b: chr(b) for b in own} | {b: chr(256 + i) for i, b in enumerate(others)}
+    made = Tokenizer(models.BPE({written[b]: b for b in range(256)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
 @torch.no_grad()
@@ -125,6 +140,7 @@ def main() -> None:
 
     model, heldout = train(args.minutes, args.seed)
     model.save_pretrained(args.out)
+    tokenizer().save_pretrained(args.out)
     (args.out / "heldout.txt").write_bytes(heldout)
     print(f"wrote {args.out}")
 

@@ -13,23 +13,41 @@ import torch
 from places import ROOT
 
 import fp4_ops
+import fp4_ops.__main__
 
 transformers = pytest.importorskip("transformers")
 
 EXAMPLES = ROOT / "examples"
 
 
-def demo() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["demo"] = module  # its dataclasses look there
+    sys.modules[name] = module  # its dataclasses look there
     spec.loader.exec_module(module)
+    return module
+
+
+def demo() -> ModuleType:
+    module = example("demo")
     module.DEVICE = "cpu"
     return module
 
 
 def test_the_checkpoint_is_small():
     assert sum(p.stat().st_size for p in (EXAMPLES / "demo_model").iterdir()) < 10e6
+
+
+def test_its_tokens_are_bytes(tmp_path):
+    """Of the tokenizer in the folder, also after `quantize`, and of the one that the script would write."""
+    folder, out = EXAMPLES / "demo_model", tmp_path / "FOLDER"
+    fp4_ops.__main__.main(["quantize", str(folder), "-o", str(out)])
+    example("train_demo_model").tokenizer().save_pretrained(tmp_path / "made")
+    text = (folder / "heldout.txt").read_text()[:5000] + "\0\x7f\u00ad \u00e4\u20ac\U0001f600\r\n  "
+    for place in (folder, out, tmp_path / "made"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(place)
+        assert tokenizer(text, verbose=False).input_ids == list(text.encode())
+        assert tokenizer.decode(list(text.encode())) == text
 
 
 @torch.no_grad()
