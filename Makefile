@@ -123,19 +123,19 @@ $(VENV)/deps: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/models: $(VENV)/deps
-	@echo "== installing transformers"
-	$(PIP) install -q --no-compile -c constraints.txt transformers
+	@echo "== installing transformers and accelerate"
+	$(PIP) install -q --no-compile -c constraints.txt transformers accelerate
 	@touch $@
 
 $(VENV)/built: $(VENV)/deps $(SOURCES)
-	@echo "== building fp4_ops"
+	@echo "== building fp4_ops (a minute or more)"
 	$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 # The packages that tests run, which no user needs.
 $(VENV)/tests: $(VENV)/built $(VENV)/models
 	@echo "== installing what the tests need"
-	$(PIP) install -q --no-compile -c constraints.txt expecttest pytest pytest-xdist compressed-tensors torchao accelerate peft cmake fastapi uvicorn openai pybind11
+	$(PIP) install -q --no-compile -c constraints.txt expecttest pytest pytest-xdist compressed-tensors torchao peft cmake fastapi uvicorn openai pybind11
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q --no-compile '$(TRITON)'
 	@touch $@
 

@@ -241,9 +241,11 @@ def main() -> None:
 
     print("\nGreedy samples:")
     for v in variants[1:]:  # eager has the same sample as stock torch.compile
-        print(f"\n--- {v.name}\n{sample(v)}")
+        print(f"\n--- {v.name}", flush=True)
+        print(sample(v))
     print(
-        "\nOurs is fp4_ops.prepare(model, format), which frees the bf16 experts, under "
+        "\nSpeeds and ratios are medians over the rounds, so a ratio is not the quotient of two speeds.\n"
+        "Ours is fp4_ops.prepare(model, format), which frees the bf16 experts, under "
         'torch.compile(..., backend="fp4").\nWithout prepare, torch.compile(model, backend="fp4") makes the '
         "same 4-bit weights itself and keeps the bf16 ones."
     )
