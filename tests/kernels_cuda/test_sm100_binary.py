@@ -240,3 +240,21 @@ def test_as_cute(format, tokens, config, tmp_path):
     if tokens > 128 or config != 0:  # with room for more tokens, the columns of parts are farther apart
         assert mine.products == theirs.products
         assert mine.copies == theirs.copies
+
+
+def test_what_a_barrier_counts_as_cute(tmp_path):
+    """A box of codes in containers counts as its bytes in global memory, here as in the emulator."""
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        pytest.skip("needs nvidia-cutlass-dsl from PyPI")
+    asked = """
+import cutlass
+from cutlass.experimental.cuda import tensor_map as maps
+kind = maps.TensorMapDataFormat.B4X16_P64
+print(maps._derive_tensormap_global_tx_dtype(cutlass.Float4E2M1FNx2, kind).width)
+print(maps._PADDED_SUBBYTE_BOX_BYTES[kind])
+"""
+    told = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True)
+    bits, box = map(int, told.stdout.split())
+    assert 16 * bits // 8 == 8 and box == 128 * bits // 8
+    emulator = (HELPERS / "sm90_emulator/copies.cpp").read_text()
+    assert re.search(r"element = unpacks\s+\? 8", emulator)
