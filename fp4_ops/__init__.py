@@ -36,7 +36,7 @@ __all__ = [
     "update",
 ]
 
-# Loaded on first use: the compile passes, and modules that import transformers.
+# Loaded on first use: the compile passes, and modules that import transformers or safetensors.
 _LAZY = {
     "explain": ".compile_passes.explain",
     "decoding_loop": ".integrations.transformers.generation",
@@ -48,8 +48,12 @@ _LAZY = {
     "update": ".updates",
 }
 
+_LAZY_MODULES = ("checkpoints", "generation")
+
 
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,17 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 if len(PAGES) < 2:
     pytest.skip("a source distribution has no docs/", allow_module_level=True)
 
-NOT_OURS = {"hf_quant_config.json", "moe.py", "model.py", "serve.py", "my.py", "run.py", "factories.py"}
+NOT_OURS = {
+    "cuda.h",
+    "dense_blockscaled_gemm_persistent.py",
+    "hf_quant_config.json",
+    "moe.py",
+    "model.py",
+    "serve.py",
+    "my.py",
+    "run.py",
+    "factories.py",
+}
 NOT_OURS |= {"llama.cpp", "gguf_convert_endian.py"}
 """Files of checkpoints, and of the user's in examples."""
 FILE = re.compile(r"(?<![\w/.{<-])((?:[\w.-]+/)*[\w-]+\.(?:py|cuh|cu|cpp|h|md|svg))\b")
@@ -44,6 +54,22 @@ def test_files_that_pages_and_comments_name_exist():
                 if not own and name.removeprefix("../") not in there and name not in GENERATED:
                     wrong.append(f"{page.relative_to(ROOT)}:{number}: {name}")
     assert wrong == []
+
+
+def test_names_of_the_package_exist_after_its_import():
+    """`fp4_ops.generation.why_not` without an import of fp4_ops.generation. A module may need its own import.
+
+    No wheel has fp4_ops.dev.
+    """
+    named = {n for page in PAGES for n in re.findall(r"`(fp4_ops(?:\.\w+)+)[`(]", page.read_text())}
+    named = sorted(n for n in named if not n.startswith("fp4_ops.dev"))
+    assert "fp4_ops.generation.why_not" in named and "fp4_ops.prepare" in named
+    code = "import importlib, operator, sys, fp4_ops\n"
+    code += "for name in sys.argv[1:]:\n"
+    code += "    try: operator.attrgetter(name.partition('.')[2])(fp4_ops)\n"
+    code += "    except AttributeError: importlib.import_module(name)"
+    done = subprocess.run([sys.executable, "-c", code, *named], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 GENERATED = {"tables.h", "operator_checks.h", "00_input.py", "01_capture.py"}
