@@ -233,12 +233,15 @@ def _mixtures(s: _State) -> None:
         try:
             if isinstance(found, Refusal):
                 raise Refused(found)
-            need_wide((p for b in (found.common,) for p in (*b.up, b.down)), found.root, s.facts)
+            b, shared = found.common, found.after_shared
+            need_wide((b.down,) if shared else (*b.up, b.down), found.root, s.facts)
             own = found.weights
             weights = [n for n in writer.inputs if n in own]
             why = next((s.facts.each_alone[n] for n in weights if n in s.facts.each_alone), None)
             if why is not None:
-                parts = found.parts(lambda b: b.up), found.parts(lambda b: (b.down,))
+                parts = [found.parts(lambda b: (b.down,))]
+                if not shared:
+                    parts.insert(0, found.parts(lambda b: b.up))
                 every_use = Refusal(Kind.EVERY_USE, found.root, (why,))
                 s.sites += EveryUse(writer, parts, found.root, reader).run(every_use, taken)
             else:

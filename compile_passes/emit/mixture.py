@@ -16,7 +16,7 @@ from torch import fx
 
 from ...meta.formats import find_activation, known_activation
 from ...meta.layouts import LAYOUTS
-from ..graph.nodes import FLOATING, aten, shape, static_int, value
+from ..graph.nodes import FLOATING, aten, is_op, shape, static_int, strip, value
 from ..index.ids import distinct, nonnegative, support
 from ..index.reader import same
 from ..index.terms import (
@@ -28,10 +28,12 @@ from ..index.terms import (
     parts_of,
 )
 from ..recognise.block import GATE, UP, Branch, Matrix, Mixture, same_function
-from ..recognise.pieces import OUT, E, J, K
+from ..recognise.pieces import OUT, E, J, K, N
+from ..recognise.products import factors
 from ..refusal import Kind, Refusal, need
 from ..report import Load, Site, hint
 from ..weights.specs import JoinSpec, PackSpec, StoredSpec, own_scales
+from .products import format_asked_for
 from .tensors import Tensors
 from .writer import Operands, Packed, Writer, as_it_is, assemble
 
@@ -49,7 +51,8 @@ class Joined(NamedTuple):
 class _Experts:
     """Experts as nodes of the graph, for one operator or for two products."""
 
-    up: Operands
+    up: Operands | None
+    """None if all experts share this layer."""
     down: Operands
     up_bias: fx.Node | None
     down_bias: fx.Node | None
@@ -65,6 +68,16 @@ class _Rows:
     x: fx.Node
     ids: fx.Node
     weights: fx.Node
+
+
+class _Shared(NamedTuple):
+    """One product of a layer that all experts share."""
+
+    matrix: Matrix
+    bias: Matrix | None
+    node: fx.Node | None
+    """The model's own product of all rows, if there is one. It stays."""
+    packed: Packed | None
 
 
 class Routing(Tensors):
@@ -206,6 +219,9 @@ def _columns(term: Term) -> int | None:
 class Emitter(Tensors):
     def __init__(self, writer: Writer, m: Mixture) -> None:
         super().__init__(writer, m)
+        self.activation = self.activation_text = ""
+        self.before: list[fx.Node] = []
+        """The products of a layer that all experts share: gate and up, or up."""
         self.apart = bool(self.common.scales) or self.common.after is not OUT
         """True if rows differ among a token's choices, at the input or the output. Each is then a token of
         its own."""
@@ -217,16 +233,18 @@ class Emitter(Tensors):
         device = value(like).device.type
         need(value(m.root).dtype in FLOATING, Kind.OUTPUT_DTYPE, m.root, value(m.root).dtype)
         need(device in ("cpu", "cuda"), Kind.DEVICE, m.root, device)
-        fused = bool(act.name) and b.gain is None
+        fused = bool(act.name) and b.gain is None and not m.after_shared
         layout = self._layout()
-        up, interleaved = self._gate_up(layout)
+        up, interleaved = (None, False) if m.after_shared else self._gate_up(layout)
         down = self.w.pack(m.parts(lambda b: (b.down,)), layout, m.root)
-        if isinstance(up.spec, StoredSpec) and isinstance(down.spec, StoredSpec) and own_scales(up.spec):
-            down = self._rescaled(up, down)
-        same_kind = (up.spec.format, up.layout) == (down.spec.format, down.layout)
-        need(same_kind, Kind.PACKED_DIFFERENTLY, m.root)
+        if up is not None:
+            if isinstance(up.spec, StoredSpec) and isinstance(down.spec, StoredSpec) and own_scales(up.spec):
+                down = self._rescaled(up, down)
+            same_kind = (up.spec.format, up.layout) == (down.spec.format, down.layout)
+            need(same_kind, Kind.PACKED_DIFFERENTLY, m.root)
+        before = self._pack_shared() if up is None else []
         vectors = (
-            self._vectors(lambda b: b.up_bias, interleaved),
+            None if up is None else self._vectors(lambda b: b.up_bias, interleaved),
             self._vectors(lambda b: (b.down_bias,), False),
             self._vectors(lambda b: (b.gain,), False),
         )
@@ -240,9 +258,11 @@ class Emitter(Tensors):
             if self.apart:
                 x = self._for_each_choice(x, ids, k)
                 ids, weights = self.reshape(ids, [-1, 1]), self.reshape(weights, [-1, 1])
-            operands = self.w.operands(up), self.w.operands(down)
+            operands = self.w.operands(up) if up is not None else None, self.w.operands(down)
             up_bias, down_bias, gain = map(self._joined, vectors)
             experts = _Experts(*operands, up_bias, down_bias, gain, down.spec)
+            if up is None:
+                self.before = [self._shared(x, layer) for layer in before]
             emit = self._moe if fused else self._products
             if b.after is OUT:
                 out = emit(_Rows(x, ids, weights), experts, value(m.root).dtype)
@@ -261,11 +281,12 @@ class Emitter(Tensors):
             if m.rest or b.after is not OUT:
                 out = self.cast(out, value(m.root).dtype)
         self.w.replace(m.root, out)
-        why = None if fused else Refusal(Kind.ACTIVATION, m.root, (act.term,))
+        packed = [up, down] if up is not None else [down, *(s.packed for s in before if s.packed is not None)]
+        why = None if fused or up is None else Refusal(Kind.ACTIVATION, m.root, (act.term,))
         if b.gain is not None:
             why = Refusal(Kind.GAIN, m.root)
         return self.w.site(
-            "fp4::moe" if fused else "fp4::indexed_mm", m.at or m.root, [up, down],
+            "fp4::moe" if fused else "fp4::indexed_mm", m.at or m.root, packed,
             self._form(routing), self.how,
             f"{self.experts} experts, top {k}, hidden {b.up[0].k}, intermediate {b.down.k}",
             Load(self.experts, k, hint(value(m.root).numel() // b.down.n), all_before=m.k is None),
@@ -274,6 +295,8 @@ class Emitter(Tensors):
 
     def _form(self, routing: Routing) -> str:
         after = "" if self.common.after is OUT else f"; each output becomes {described(self.common.after)}"
+        if self.m.after_shared:
+            after += "; all experts share the layer before them"
         if self.m.form:
             return self.m.form + after
         how = "dense" if routing.dense else "routed"
@@ -316,6 +339,7 @@ class Emitter(Tensors):
     # --- operators ---
 
     def _moe(self, rows: _Rows, experts: _Experts, out_dtype: torch.dtype) -> fx.Node:
+        assert experts.up is not None
         return self.call(
             fp4.moe.default, rows.x, rows.ids, rows.weights, *experts.up, *experts.down, experts.up_bias,
             experts.down_bias, format=experts.spec.format, layout=experts.spec.layout,
@@ -326,24 +350,28 @@ class Emitter(Tensors):
         """The two products over (token, choice) rows. Their outputs are float32."""
         b, spec = self.common, experts.spec
         k = 1 if self.apart else self.routing.k
-        dtype = value(b.x.node).dtype
-        each = self.call(aten.expand.default, self.call(aten.unsqueeze.default, rows.x, 1), [-1, k, -1])
-        each = self.reshape(each, [-1, b.up[0].k])
+        dtype, inter = value(b.x.node).dtype, b.down.k
+        each = rows.x
+        if experts.up is None:
+            each = self.pointwise(b.act.term, dict(zip((GATE, UP) if b.act.gated else (UP,), self.before)))
+        each = self.call(aten.expand.default, self.call(aten.unsqueeze.default, each, 1), [-1, k, -1])
+        each = self.reshape(each, [-1, inter if experts.up is None else b.up[0].k])
         flat = self.reshape(rows.ids, [-1])
 
         def product(a: fx.Node, weight: Operands, bias: fx.Node | None) -> fx.Node:
             quantised = self.w.quantised(a, self.how, spec.layout)
             return self.w.product("indexed_mm", quantised, weight, spec, torch.float32, flat, bias=bias)
 
-        h = product(each, experts.up, experts.up_bias)
-        inter = b.down.k
-        values: dict[Term, fx.Node] = {UP: h}
-        if b.act.gated:
-            values = {
-                GATE: self.call(aten.slice.Tensor, h, 1, 0, inter),
-                UP: self.call(aten.slice.Tensor, h, 1, inter, 2 * inter),
-            }
-        h = self.pointwise(b.act.term, values)
+        h = each
+        if experts.up is not None:
+            h = product(each, experts.up, experts.up_bias)
+            values: dict[Term, fx.Node] = {UP: h}
+            if b.act.gated:
+                values = {
+                    GATE: self.call(aten.slice.Tensor, h, 1, 0, inter),
+                    UP: self.call(aten.slice.Tensor, h, 1, inter, 2 * inter),
+                }
+            h = self.pointwise(b.act.term, values)
         if experts.gain is not None:  # a row that belongs to no expert is not read
             own = self.call(aten.clamp.default, flat, 0, self.experts - 1)
             gains = self.cast(self.call(aten.index.Tensor, experts.gain, [own]), torch.float32)
@@ -355,11 +383,63 @@ class Emitter(Tensors):
         y = self.call(aten.sum.dim_IntList, self.call(aten.mul.Tensor, y, scale), [1])
         return self.cast(y, out_dtype)
 
+    # --- a layer that all experts share ---
+
+    def _pack_shared(self) -> list[_Shared]:
+        """Return the products of the shared layer: gate and up, or up.
+
+        The layer is no expert, so its weight is packed only if the options ask for that, or if it is in 4
+        bits already.
+        """
+        found = []
+        for p, bias in zip(self.common.up, self.common.up_bias, strict=True):
+            format, packed, node = (
+                format_asked_for(p.ref.node, self.w.options),
+                None,
+                self._own_product(p, bias),
+            )
+            if node is None and (format is not None or self.w.facts.in_4_bits(p.ref.node)):
+                layout = self.w.layout(p.ref.node, (p.n, p.k), format=format)
+                packed = self.w.pack([(p,)], layout, self.m.root, format=format)
+            found.append(_Shared(p, bias, node, packed))
+        return found
+
+    def _own_product(self, p: Matrix, bias: Matrix | None) -> fx.Node | None:
+        """Return the model's own product of all rows of x with a matrix, if there is one."""
+        x = self.common.x
+        if x.index != (*self.m.tokens, K) or self.apart or p.ref.index != (N, K):
+            return None
+        given = bias.ref.node if bias is not None else None
+        for node in self.w.gm.graph.nodes:
+            if node is self.m.root:
+                break
+            if is_op(node, aten.mm, aten.addmm) and not node.kwargs:
+                vector, rows, weight = factors(node)
+                own = vector is given and is_op(weight, aten.t) and weight.args[0] is p.ref.node
+                if own and strip(rows) is strip(x.node):
+                    return node
+        return None
+
+    def _shared(self, x: fx.Node, layer: _Shared) -> fx.Node:
+        """Return the outputs of one product of the shared layer for rows of x, float32."""
+        if layer.node is not None:
+            return self.cast(layer.node, torch.float32)
+        p, packed, dtype = layer.matrix, layer.packed, value(self.common.x.node).dtype
+        bias = self.ref(layer.bias.ref, (N,)) if layer.bias is not None else None
+        if packed is not None:
+            how = self.w.activations(p.ref.node, packed.layout)
+            rows, operand = self.w.quantised(x, how, packed.layout), self.w.one_expert(packed, 0)
+            return self.w.product("mm", rows, operand, packed.spec, torch.float32, bias=bias)
+        weight = self.cast(self.ref(p.ref, (N, K)), dtype)
+        bias = self.cast(bias, dtype) if bias is not None else None
+        return self.cast(self.call(aten.linear.default, x, weight, bias), torch.float32)
+
     # --- weights ---
 
     def _layout(self) -> str:
         """Return one layout for all weights of the block."""
-        parts = {(p.n, p.k) for p in (*self.common.up, self.common.down)}
+        up = () if self.m.after_shared else self.common.up
+        parts = {(p.n, p.k) for p in (*up, self.common.down)}
         return self.w.layout(self.common.down.ref.node, *parts)
 
     def _gate_up(self, layout: str) -> tuple[Packed, bool]:

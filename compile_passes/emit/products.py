@@ -209,7 +209,7 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
             continue
         format = None
         if not writer.facts.in_4_bits(matrix.ref.node):
-            format = _format_asked_for(matrix.ref.node, writer.options)
+            format = format_asked_for(matrix.ref.node, writer.options)
             if format is None or evidence.is_router(node):
                 continue
         if bias is not None and len(shape(bias)) != 1:
@@ -220,7 +220,7 @@ def linear_layers(writer: Writer, reader: Reader, evidence: Evidence) -> Iterato
             yield why.refusal
 
 
-def _format_asked_for(weight: fx.Node, options: Options) -> str | None:
+def format_asked_for(weight: fx.Node, options: Options) -> str | None:
     """The format that the options give to weights of this kind. The head may share its weight with the
     embeddings."""
     tied = any(is_op(user, aten.embedding) for user in weight.users)

@@ -442,6 +442,13 @@ class Mixture:
         branches = [self.common] if isinstance(self.branches, EvenBranches) else self.branches
         return {p.ref.node for b in branches for p in (*b.up, b.down)}
 
+    @property
+    def after_shared(self) -> bool:
+        """Return whether all experts have the same up product: a layer before experts of one Linear each."""
+        branches = self.two if isinstance(self.branches, EvenBranches) else self.branches
+        own = self.common.up, self.common.up_bias
+        return all((b.up, b.up_bias) == own for b in branches)
+
     def parts(self, of: Callable[[Branch], tuple[Matrix | None, ...]]) -> Experts:
         """Return the parts that `of` gives for each expert, in order. Parts that are None are left out."""
 

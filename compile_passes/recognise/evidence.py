@@ -254,7 +254,7 @@ class Evidence:
         b = m.common
         if any(self.named(w) for w in m.weights):
             return True
-        after_shared = b.up == m.two[1].up
+        after_shared = m.after_shared
         weights = m.weights - {u.ref.node for u in b.up} if after_shared else m.weights
 
         def of_experts(n: fx.Node) -> bool:

@@ -187,7 +187,7 @@ class TrunkThenList(Trunk):
         return sum(scores[:, e, None] * layer(h) for e, layer in enumerate(self.layers))
 
 
-@routed("fp4::mm")
+@routed("fp4::indexed_mm")
 class TrunkThenGate(Trunk):
     """An MMoE head: the gate reads the trunk's output, too."""
 
