@@ -47,8 +47,10 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
     frame = Frame(_frame_name())
     passes = PassLog(frame.name, frame.passes)
     if asks_for_gradients(gm, inputs):
-        frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
-        frame.change = advice.NO_GRADIENTS
+        frame.sites = _own_calls(gm)
+        if not frame.sites or _has_stack(_floating_weights(gm, inputs)):
+            frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
+            frame.change = advice.NO_GRADIENTS
         return None, frame
     if not options.outside and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)
@@ -188,13 +190,34 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
         return True
     if any(x.dim() >= 2 and x.dtype in BYTES for x in weights):
         return True
-    weights = [x for x in weights if x.dtype.is_floating_point and x.dtype.itemsize > 1]
-    if any(x.dim() == 3 for x in weights):
+    weights = _floating_weights(gm, inputs)
+    if _has_stack(weights):
         return True
     matrices = [x for x in weights if x.dim() == 2]
     # This includes nested graphs, such as those of torch.utils.checkpoint.
     graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)] if matrices else []
     return any(_routes(n) for graph in graphs for n in graph.nodes)
+
+
+def _floating_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
+    weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x)]
+    return [x for x in weights if x.dtype.is_floating_point and x.dtype.itemsize > 1]
+
+
+def _has_stack(weights: Sequence[torch.Tensor]) -> bool:
+    return any(x.dim() == 3 for x in weights)
+
+
+def _own_calls(gm: fx.GraphModule) -> list[Site]:
+    """Return the fp4 operators that a model calls itself while gradients are on.
+
+    A model that `prepare(model, trainable_inputs=True)` changed calls them in an autograd.Function, whose
+    forward is a graph of its own.
+    """
+    graphs = [
+        m.graph for name, m in gm.named_modules() if isinstance(m, fx.GraphModule) and "bwd" not in name
+    ]
+    return [site for graph in graphs for site in fp4_calls(graph)]
 
 
 def _looks_like_experts(source: Given) -> bool:

@@ -1,9 +1,13 @@
-"""Models that turn gradients off themselves, called with gradients on."""
+"""Models that turn gradients off themselves, or train beside experts in 4 bits, called with gradients on."""
+
+import logging
 
 import pytest
 import torch
-from moe_models import Block, Recorder, relative_error
+from moe_models import Block, Recorder, build, relative_error, tokens
 from recorder import fake_quantised
+
+import fp4_ops
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -65,4 +69,27 @@ def test_gradients_that_are_left_on_count(model):
     block, recorder = model("grouped_mm"), Recorder()
     block.register_buffer("state", torch.zeros(6, Block.H))
     torch.compile(block, backend=recorder)(torch.randn(6, Block.H))
+    assert "gradients may be asked for" in recorder.frames[0].note
+
+
+def prepared(layers: int = 1):
+    model = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=layers)
+    fp4_ops.prepare(model.model.layers[0], trainable_inputs=True)
+    return model
+
+
+def test_a_prepared_model_that_trains_is_not_warned_of(caplog):
+    """Its experts run in 4 bits, and gradients pass through them."""
+    model, recorder, ids = prepared(), Recorder(strict=True), tokens(2, 5)
+    with caplog.at_level(logging.WARNING, "fp4_ops"):
+        torch.compile(model, backend=recorder)(ids, labels=ids).loss.backward()
+    (frame,) = recorder.frames
+    assert [s.op for s in frame.sites] == ["fp4::moe"] and not frame.note
+    assert not [r for r in caplog.records if r.name == "fp4_ops"]
+    assert model.model.embed_tokens.weight.grad.abs().max() > 0
+
+
+def test_other_experts_of_such_a_model_are_named():
+    recorder = Recorder()
+    torch.compile(prepared(layers=2), backend=recorder)(tokens(2, 5))
     assert "gradients may be asked for" in recorder.frames[0].note
