@@ -22,7 +22,7 @@ from .quantization.calibration import Calibration, calibrate
 from .quantization.evaluation import HEAD, Stored, evaluate
 from .quantization.methods import METHODS
 from .quantization.report import error_report
-from .quantization.text import add_calibration_arguments, read_windows
+from .quantization.text import add_calibration_arguments, check_text, read_windows
 from .runtime.devices import usable_device
 
 
@@ -66,6 +66,9 @@ def _run(command: Callable[[argparse.Namespace], None], args: argparse.Namespace
     """Runs a command. If the model or text does not fit, exits with the message and no traceback."""
     try:
         usable_device(args.device)
+        for file in (getattr(args, "text", None), args.calibration):
+            if file is not None:
+                check_text(file)
         command(args)
     except ValueError as error:
         raise SystemExit(str(error)) from None

@@ -22,7 +22,8 @@ def read_windows(
 ) -> Tensor:
     """Returns the text's first tokens, int64 [at most count, length], on the CPU.
 
-    model: a folder or name whose tokenizer is used. A model of 256 tokens reads the file's bytes.
+    model: a folder or name whose tokenizer is used. A model of 256 tokens reads the file's
+        bytes, whatever they are.
 
     Raises ValueError if there is no tokenizer or it belongs to another model, if the file cannot be read, is
     not UTF-8, or is shorter than one window.
@@ -44,11 +45,21 @@ def read_windows(
     return ids[: count * length].view(count, length)
 
 
-def _tokens(file: Path, model: str | os.PathLike[str], vocab_size: int) -> list[int]:
+def check_text(file: str | os.PathLike[str]) -> None:
+    """Raises ValueError if the file cannot be read, before a model is loaded for it."""
+    _bytes(Path(file), 1)
+
+
+def _bytes(file: Path, most: int = -1) -> bytes:
     try:
-        data = file.read_bytes()
+        with file.open("rb") as opened:
+            return opened.read(most)
     except OSError as error:
         raise ValueError(f"fp4: {file} cannot be read: {error.strerror}") from None
+
+
+def _tokens(file: Path, model: str | os.PathLike[str], vocab_size: int) -> list[int]:
+    data = _bytes(file)
     if vocab_size == 256:  # a model of bytes
         return list(data)
     from transformers import AutoTokenizer

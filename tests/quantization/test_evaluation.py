@@ -317,7 +317,7 @@ def test_commands_say_in_a_line_what_is_not_there(tmp_path, monkeypatch):
     session, calls = type(huggingface_hub.get_session()), []
     send = session.send
     monkeypatch.setattr(session, "send", lambda *a, **kw: calls.append(a) or send(*a, **kw))
-    for command in (["report", "nobody/none"], ["eval", "none", "--text", given]):
+    for command in (["report", "nobody/none"], ["eval", "none", "--text", __file__]):
         with pytest.raises(
             SystemExit, match=r"none is not a folder here, .* cannot be reached \(http.*local"
         ):
@@ -334,6 +334,10 @@ def test_commands_say_in_a_line_what_is_not_there(tmp_path, monkeypatch):
         main(["eval", given, "--text", given, "--device", "nowhere"])
     with pytest.raises(SystemExit, match="device is 'nowhere', which is not there"):
         main(["quantize", given, "-o", given, "--device", "nowhere"])
+    text = ["--text", str(tmp_path / "no.txt")]
+    for command in (["eval", given, *text], ["report", given, "--calibration", text[1]]):
+        with pytest.raises(SystemExit, match=r"no\.txt cannot be read: No such file"):  # before the model
+            main([*command, "--device", "cpu"])
     monkeypatch.setattr(accuracy, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r"errors.png needs matplotlib: pip install matplotlib"):
         main(["report", given, "--device", "cpu", "--picture", "errors.png"])
