@@ -92,10 +92,12 @@ METHODS = {
 
 
 def find_method(name: str, format: str) -> Method:
-    """Returns the method of that name. Raises ValueError if there is none or it does not apply to the
-    format."""
+    """Returns the method of that name. Raises ValueError if there is none, no such format, or if it does not
+    apply to the format."""
     if name not in METHODS:
         raise ValueError(f"fp4: method is {name!r}; it must be one of: {', '.join(METHODS)}")
+    if format not in FORMATS:
+        raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     method = METHODS[name]
     if format not in method.formats:
         raise ValueError(f"fp4: method {name!r} is for {', '.join(method.formats)}; format is {format!r}")

@@ -11,7 +11,7 @@ import torch
 import fp4_ops
 from fp4_ops.experts.find import find_experts
 from fp4_ops.meta.formats import FORMATS
-from fp4_ops.quantization import METHODS, calibrate, quantize_weight
+from fp4_ops.quantization import METHODS, calibrate, find_method, quantize_weight
 from fp4_ops.quantization.experts import MATRICES, Arithmetic, computing, experts_modules
 from fp4_ops.quantization.grid import dequantize_weight
 
@@ -478,4 +478,6 @@ def test_prepare_refuses_before_it_changes_anything():
         assert message in str(error.value)
     with pytest.raises(ValueError, match="method 'four_over_six' is for nvfp4; format is 'int4'"):
         fp4_ops.prepare(model, "int4", method="four_over_six")
+    with pytest.raises(ValueError, match="format is 'nvfp5'; it must be one of: nvfp4, mxfp4, int4"):
+        find_method("rtn", "nvfp5")  # as from_pretrained with FP4Config asks for it
     assert len(find_experts(model)[1]) == 2  # still plain
