@@ -277,6 +277,8 @@ def connect(what: str, group_name: str, device: torch.device, hidden_bytes: int,
         return "there is one process"
     if device.type != "cuda":
         return f"the experts are on {device.type}"
+    if not torch.cuda.is_available():
+        return "this process has no GPU"
     device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     sizes = torch.tensor([hidden_bytes, max_tokens], device=device)
     row_bytes, most = (_aligned(n) if i == 0 else n for i, n in enumerate(group.largest(sizes).tolist()))

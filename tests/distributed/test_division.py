@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from fp4_ops.distributed import connect, workspace
 from fp4_ops.distributed.division import Division, largest, top_k_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -78,3 +79,10 @@ def test_top_k_by_the_configuration():
     assert top_k_of(SimpleNamespace(config=SimpleNamespace(num_experts_per_tok=3, top_k=50))) == 3
     assert top_k_of(SimpleNamespace(config=SimpleNamespace(top_k=50))) is None  # of sampling
     assert top_k_of(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_connect_says_that_there_is_no_gpu(monkeypatch):
+    group = SimpleNamespace(size=2)
+    monkeypatch.setattr(workspace, "Group", SimpleNamespace(named=lambda what, name: group))
+    assert connect(SimpleNamespace(group_name="two"), 64) == "this process has no GPU"
