@@ -1,6 +1,7 @@
 """Runs every family and style and writes what became of each:
 python tests/scripts/support_table.py > docs/support.md
 (one section alone: python tests/scripts/support_table.py real, families, styles or products)
+It needs what the tests need: run it with the python of `.venv`, after `make test`.
 
 Each row is a run: 9 tokens, then 5 under the same compilation (symbolic length), then one token. `error` is
 the largest relative error of the three against the same module over the dequantised weights (mxfp4, float32,
@@ -13,7 +14,7 @@ weighted: `fp4::moe` for each choice of a token alone, then the norm.
 Not run: gemma4 and diffusion_gemma (experts and router are apart), dots3_note, ernie4_5_vl_moe, glm5_next,
 qwen3_omni_moe, step3p7, deepseek_ocr2, unlimited_ocr, beam, flint, zaya (no tiny model of the experts by
 sizes alone) and doge (experts are single rows of an embedding).
-Dense models stay as they are, whatever their products look like: tests/helpers/dense_models.py has 28.
+Dense models stay as they are, whatever their products look like: tests/helpers/dense_models.py has 48.
 """
 
 from __future__ import annotations
