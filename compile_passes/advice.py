@@ -201,7 +201,8 @@ OWN_COLUMN = (
 )
 SLICES = (
     "give expert e slice e of the buffer [E, C, H] and join the outputs in that order: "
-    "torch.stack([expert(buffer[e]) for e, expert in enumerate(experts)])"
+    "torch.stack([expert(buffer[e]) for e, expert in enumerate(experts)]). Append a row that is no expert's "
+    "after that: torch.cat([joined.flatten(0, 1), row])"
 )
 ROW_BY_TOKEN = (
     "index the scores by the token first, then by its id: scores.gather(-1, ids), or "

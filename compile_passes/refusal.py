@@ -299,6 +299,7 @@ class Step(Enum):
     CHOSEN_BY_EXPERTS = advice.BATCH_ROWS
     PUT = advice.ADD_ROWS
     CUT = advice.SPLIT
+    JOINED = advice.SLICES
     SELECTED = advice.ROUTING_FIRST
     SUM_OF_PRODUCTS = advice.TWO_PRODUCTS
     ON_OUTPUT = advice.AFTER_EXPERTS

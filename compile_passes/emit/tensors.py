@@ -28,7 +28,7 @@ from ..index.terms import (
     parts_of,
 )
 from ..recognise.block import Mixture
-from ..recognise.pieces import J, K, indices
+from ..recognise.pieces import J, K, indices, spare_rows
 from ..refusal import Kind, refuse
 from .writer import Writer
 
@@ -150,6 +150,7 @@ class Tensors:
         *rows, last = ref.index
         if isinstance(last, Ref) and _is_of_rows(rows, last, axes):
             return self._arranged(*self._gathered(node, rows, last, axes, ref), axes, ref)
+        node = self._without_spare_rows(node, ref)
         if any(isinstance(i, Ref) for i in indices(ref)):
             return self._looked_up(node, ref, axes)
         labels: list[Axis | Const] = []
@@ -170,6 +171,13 @@ class Tensors:
                 if size and whole is not None and size != whole:
                     node = self.call(aten.slice.Tensor, node, d, 0, size)
         return self._arranged(node, [a for a in labels if isinstance(a, Axis)], axes, ref)
+
+    def _without_spare_rows(self, node: fx.Node, ref: Ref) -> fx.Node:
+        """Cut off the rows that come after a buffer's slices."""
+        for d, (i, size) in enumerate(zip(ref.index, shape(ref.node))):
+            if isinstance(i, Mix) and (left := spare_rows(size, i.sizes)):
+                node = self.call(aten.slice.Tensor, node, d, 0, -left)
+        return node
 
     def _gathered(
         self, node: fx.Node, index: list[Term], ids: Ref, axes: tuple[Axis, ...], ref: Ref

@@ -451,24 +451,6 @@ def _copied(reader: Reader, node: fx.Node, level: int) -> Value:
     return reader.value(new, level)
 
 
-@reads(aten.select_scatter)
-def _select_scatter(reader: Reader, node: fx.Node, level: int) -> Value:
-    """Read a tensor with one part replaced. Each index along the dimension becomes a part of its own."""
-    a = arguments(node)
-    base, part = reader.addend(node, a["self"], level), reader.value(a["src"], level)
-    d = a["dim"] % len(base.dims)
-    (axis,) = base.dims[d] if len(base.dims[d]) == 1 else (None,)
-    if level < 2 or not isinstance(a["index"], int) or axis is None or not isinstance(axis.size, int):
-        raise Opaque
-    rest = [i for i in range(len(base.dims)) if i != d]
-    base, part = reader.together(base, part, [(i, at) for at, i in enumerate(rest)])
-    if base.dims[d] != (axis,):
-        raise Opaque
-    parts = [substitute(base.term, {axis: Const(i)}) for i in range(axis.size)]
-    parts[a["index"]] = part.term
-    return Value(base.dims, Choose(axis, parts, reader.ref(node, base.dims)))
-
-
 # --- slices of a dimension, joined again ---
 
 

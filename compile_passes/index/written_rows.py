@@ -30,6 +30,7 @@ from .rows import (
 from .terms import (
     Add,
     Axis,
+    Choose,
     ChosenRows,
     Const,
     Mix,
@@ -165,6 +166,65 @@ def _index_copy(reader: Reader, node: fx.Node, level: int) -> Value:
     if a["dim"] != 0:
         raise Opaque
     return _overwrite(reader, node, level, a["self"], [reader.value(a["index"], 0)], a["source"])
+
+
+# --- parts of a tensor that are replaced ---
+
+
+@reads(aten.select_scatter)
+def _select_scatter(reader: Reader, node: fx.Node, level: int) -> Value:
+    """Read a tensor with one part replaced. Each index along the dimension becomes a part of its own."""
+    a = arguments(node)
+    base, part = reader.addend(node, a["self"], level), reader.value(a["src"], level)
+    d = a["dim"] % len(base.dims)
+    if level < 2 or not isinstance(a["index"], int) or len(base.dims[d]) != 1:
+        raise Opaque
+    return _with_part(
+        reader, node, base, d, a["index"], Value((*part.dims[:d], (), *part.dims[d:]), part.term)
+    )
+
+
+@reads(aten.slice_scatter)
+def _slice_scatter(reader: Reader, node: fx.Node, level: int) -> Value:
+    """Read a buffer with one slice replaced, if slices of this length fill it: that of each expert."""
+    a = arguments(node)
+    d = a["dim"] % len(shape(node))
+    sizes = (shape(node)[d], shape(a["src"])[d], a["start"] or 0)
+    if level < 2 or a["step"] != 1 or not all(isinstance(n, int) for n in sizes):
+        raise Opaque
+    size, length, start = sizes
+    if not length or size % length or not 0 <= start < size or start % length:
+        raise Opaque
+    if size == length:
+        return reader.value(a["src"], level)
+    parts, at = size // length, start // length
+    base, part = reader.addend(node, a["self"], level), reader.value(a["src"], level)
+    if len(base.dims[d]) == 1:
+        (axis,) = base.dims[d]
+        cut = reader.split(axis, (parts, length))
+        base = base.rename({axis: cut})
+    if len(base.dims[d]) != 2 or base.dims[d][0].size != parts:
+        raise Opaque
+    return _with_part(reader, node, base, d, at, part)
+
+
+def _with_part(reader: Reader, node: fx.Node, base: Value, d: int, at: int, part: Value) -> Value:
+    """Return `base` with part `at` replaced; the first axis of dimension d counts the parts."""
+    axis, *inner = base.dims[d]
+    if not isinstance(axis.size, int):
+        raise Opaque
+    apart = Value((*base.dims[:d], (axis,), tuple(inner), *base.dims[d + 1 :]), base.term)
+    rest = [i for i in range(len(base.dims) + 1) if i != d]
+    apart, part = reader.together(apart, part, [(i, own) for own, i in enumerate(rest)])
+    if apart.dims[d] != (axis,):
+        raise Opaque
+    parts = [substitute(apart.term, {axis: Const(i)}) for i in range(axis.size)]
+    parts[at] = part.term
+    dims = (*apart.dims[:d], (axis, *apart.dims[d + 1]), *apart.dims[d + 2 :])
+    return Value(dims, Choose(axis, parts, reader.ref(node, dims)))
+
+
+# --- places ---
 
 
 def _placed(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple, TypeGuard, overload
 
@@ -247,7 +247,10 @@ def along(term: Term, e: int, place: Axis) -> Term:
     def at(t: Term) -> Term | None:
         if not isinstance(t, Ref):
             return None if isinstance(t, (Apply, Mul)) else t
-        of_slice = [_along(i, s, e, place) for i, s in zip(t.index, shape(t.node))]
+        for spare in (False, True):
+            of_slice = [_along(i, s, e, place, spare) for i, s in zip(t.index, shape(t.node))]
+            if any(i is not None for i in of_slice):
+                break
         if sum(i is not None for i in of_slice) != 1:
             return t
         return Ref(t.node, [i if new is None else new for i, new in zip(t.index, of_slice)])
@@ -255,9 +258,12 @@ def along(term: Term, e: int, place: Axis) -> Term:
     return transform(term, at)
 
 
-def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
+def _along(i: Term, size: Any, e: int, place: Axis, spare: bool = False) -> Term | None:
     """Return a coordinate inside slice e, with e replaced by `place`. None if the coordinate is not inside a
-    slice."""
+    slice.
+
+    spare: the slices leave rows over, such as one at the end for tokens beyond a capacity.
+    """
     if isinstance(i, Const) and i.value == e and same(size, place.size) and not same(size, 1):
         return place
     base, start, step = affine(i)
@@ -265,6 +271,10 @@ def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
         (base.parts, base.sizes) if isinstance(base, Mix) else ((base,), (getattr(base, "size", 0),))
     )
     rows = math.prod(sizes)
+    if spare:
+        left = spare_rows(size, (place.size, *sizes)) if not same(rows, 0) else 0
+        fits = bool(left) and step == 1 and same(start, e * rows)
+        return Mix((place, *parts), (place.size, *sizes)) if fits else None
     if same(size, place.size * rows) and not same(size, rows) and isinstance(place.size, int):
         if step == 1 and same(start, e * rows):  # the rows of one expert follow those of another
             return Mix((place, *parts), (place.size, *sizes))
@@ -275,6 +285,11 @@ def _along(i: Term, size: Any, e: int, place: Axis) -> Term | None:
         if len(at) == 1:
             return Mix((*i.parts[: at[0]], place, *i.parts[at[0] + 1 :]), i.sizes)
     return None
+
+
+def spare_rows(size: Any, sizes: Sequence[Any]) -> int:
+    """Return how many rows of a dimension come after slices of these sizes."""
+    return max(static_int(size - math.prod(sizes)) or 0, 0)
 
 
 def in_general(term: Term, e: int, choice: int | None) -> Term:

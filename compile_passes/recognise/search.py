@@ -38,6 +38,7 @@ from ..index.reader import READERS, Reader
 from ..index.terms import Apply, Const, Ref, free_axes, is_eq, substitute, walk
 from ..refusal import Kind, Refusal, Refused, need
 from .mixture import Linear, Matcher, Mixture
+from .pieces import demote
 from .unread import changed_products, first_rows, kind_of, kind_on_output, unread_experts, unread_rows
 
 _STEPS_AFTER = 24
@@ -140,6 +141,9 @@ class Search:
             parts = [each for part in self._parts(bits) for each in self._found(part)]
             if any(found is not None for _, found in parts):
                 return parts
+            slices = self._by_buffer(bits)
+            if slices is not None:
+                return slices
             in_turn = [(part, self._opaque(self._match(part), in_turn=True)) for part in routed]
             if any(isinstance(found, Mixture) for _, found in in_turn):
                 return in_turn
@@ -183,6 +187,24 @@ class Search:
                 return []
             whole |= part
         return parts if len(parts) > 1 and whole == bits else []
+
+    def _by_buffer(self, bits: int) -> list[tuple[int, Mixture | Refusal | None]] | None:
+        """Match experts that read the slices of a buffer apart from products of one shape that read other
+        rows, such as a dense FFN beside them. None if there are none.
+
+        All slices of a buffer have their experts, so none of the others can be one of them.
+        """
+        groups: dict[frozenset[fx.Node], int] = {}
+        for d, n in enumerate(self._downs):
+            if bits >> d & 1:
+                rows = frozenset(r for up in self._ups(self._linear(n)) for r in _rows_of(up))
+                groups[rows] = groups.get(rows, 0) | 1 << d
+        if len(groups) < 2:
+            return None
+        found = [(part, self._match(part) if part.bit_count() > 1 else None) for part in groups.values()]
+        if not any(isinstance(m, Mixture) and m.common.place is not None for _, m in found):
+            return None
+        return [(part, self._opaque(m)) for part, m in found]
 
     def _parts(self, bits: int) -> list[int]:
         """Return blocks of one shape side by side: down products whose outputs are summed among themselves
@@ -337,6 +359,7 @@ class Search:
             or self._by_other_masks(step)
             or first_rows(self._entering(step))
             or self._behind(step)
+            or self._first_unread(step, bits)
             or refusal
         )
 
@@ -432,6 +455,15 @@ class Search:
                 return Refusal(Kind.OPAQUE_ROWS, cause, (cause, kind_of(cause)))
         return None
 
+    def _first_unread(self, step: fx.Node, bits: int) -> Refusal | None:
+        """Return a refusal for the first unreadable operator on these experts' outputs that `step` depends
+        on."""
+        for node in self._entering(step):
+            unread = self._near[node] & bits and is_tensor(node) and node not in self._downs
+            if unread and self.reader.value(node, 2) is self.reader.opaque(node):
+                return Refusal(Kind.OPAQUE_WITH_EXPERTS, node, (node, kind_of(node)))
+        return None
+
     def _is_third(self, node: fx.Node) -> bool:
         """Return whether the input of a down product is computed from another down product's output."""
         downs = {_weight(self._linear(n).weight) for n in self._downs}
@@ -476,6 +508,12 @@ def _is_function_of_block(found: Mixture) -> bool:
 
 def _is_indexed(lin: Linear) -> bool:
     return len(free_axes(lin.weight)) > 2
+
+
+def _rows_of(up: Linear) -> Iterator[fx.Node]:
+    """Yield the tensors whose rows a product multiplies."""
+    for t in map(demote, up.input):
+        yield from (r.node for r in walk(t) if isinstance(r, Ref) and up.inner in free_axes(r))
 
 
 def _weight(weight: Ref) -> _Weight:

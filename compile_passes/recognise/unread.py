@@ -55,8 +55,12 @@ def kind_of(step: fx.Node) -> Step:
         return Step.OTHER_TOKENS
     if any(map(_is_chosen_by_experts, step.all_input_nodes)):
         return Step.CHOSEN_BY_EXPERTS
+    if is_op(step, aten.index_copy):
+        return Step.PUT
     if is_op(step, aten.index_put) and not step.kwargs.get("accumulate", (*step.args, False)[3]):
         return Step.PUT
+    if is_op(step, aten.slice_scatter, aten.cat) and not any(map(has_chosen_rows, step.all_input_nodes)):
+        return Step.JOINED
     if is_op(step, aten.split, aten.split_with_sizes, aten.cat):
         return Step.CUT
     if is_op(step, *_SELECTS):
