@@ -64,6 +64,10 @@ NO_ROUTER = (
     "if these are experts, select their rows by ids (topk, argmax, one_hot) in the same graph, or weight "
     "their outputs by a router's scores. Or give the weight a path with 'expert' in it: self.experts.w1"
 )
+GATES = (
+    "if these are experts, weight their results by a router's gates and add them up in the same graph: "
+    "(y * router(x).softmax(-1)[:, None]).sum(-1) for y [T, N, E]"
+)
 ROUTER = NoChange("with a router in 4 bits tokens would go to other experts than the model chooses")
 
 # --- rows sorted by expert, weights gathered by ids ---
@@ -316,6 +320,10 @@ FAULT = NoChange(
 # --- branches and loops that skip experts without rows ---
 
 ALL_RUN = "in the code that is skipped, only compute rows and add them up"
+HITS = (
+    "take the experts from a mask of ids that topk chose: mask = one_hot(ids, E).permute(2, 1, 0); hit = "
+    "(mask.sum((-1, -2)) > 0).nonzero()"
+)
 COUNT_TOKENS = "test the number of tokens instead: it is known without the data"
 
 

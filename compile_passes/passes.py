@@ -47,8 +47,9 @@ from .recognise import alike
 from .recognise.block import need_wide
 from .recognise.evidence import Evidence
 from .recognise.mixture import Mixture
-from .recognise.products import Product, find_products, read_batched
+from .recognise.products import Batched, Product, find_products, read_batched
 from .recognise.search import Search
+from .recognise.unread import gathered_matrices
 from .recognise.written_decoding import decode_to_operator
 from .refusal import Kind, Refusal, Refused, refuse
 from .report import PassRun, Site, each_told_once, left_alone
@@ -175,6 +176,8 @@ class _State:
     """Which products a router feeds. The pass `mixtures` makes it."""
     routed: set[fx.Node] = field(default_factory=set)
     """Batched products that something routes rows to."""
+    gated: dict[fx.Node, Batched] = field(default_factory=dict)
+    """Products of the same rows and all matrices whose results a router's gates weight."""
     unrouted: dict[fx.Node, Refusal] = field(default_factory=dict)
     """Products that could be experts', each with the reason why it does not count as one."""
     also: list[str] = field(default_factory=list)
@@ -328,12 +331,17 @@ def _without_router(
     batched = [b for n in graph.nodes if (b := read_batched(n, s.search.reader, set())) is not None]
     s.routed = {b.node for b in batched if b.weight in experts}
     s.routed |= evidence.routed([b for b in batched if b.weight not in experts])
+    for b in (b for b in batched if b.shared and b.weight not in experts):
+        ways = (b, read_batched(b.node, s.search.reader, set(), last=True))
+        gated = next((way for way in ways if way is not None and evidence.is_gated(way)), None)
+        if gated is not None:
+            s.gated[b.node] = gated
     return found
 
 
 def _batched(s: _State) -> None:
     """Rewrite products of buffers with equally many rows for each expert."""
-    s.sites += batched_products(s.writer, s.search, s.evidence, s.routed, s.written, s.unrouted)
+    s.sites += batched_products(s.writer, s.search, s.evidence, s.routed, s.gated, s.written, s.unrouted)
     sweep(s.gm.graph)
     alive = set(s.gm.graph.nodes)
     refused = [(downs, r) for downs, r in s.refused if alive.issuperset(downs)]
@@ -382,6 +390,9 @@ def _products(s: _State) -> None:
             whole = Refusal(Kind.NOT_WHOLE, product.node, (why, why.node))
             site = replace(site, reason=whole.reason, change=whole.change)
         s.sites.append(site)
+    told = {r.site for r in refusals} | s.products.keys()
+    unread = gathered_matrices(s.gm.graph, s.search.reader.is_weight, s.evidence.gathers)
+    s.sites += each_told_once(r for r in unread if r.site not in told)
     s.sites += fp4_calls(s.gm.graph, s.writer.written)
 
 

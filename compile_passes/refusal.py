@@ -86,6 +86,11 @@ class Kind(Enum):
 
     # experts or not
     UNROUTED = "nothing routes rows to the matrices of {0:input} ({0:shape}): no experts", advice.NO_ROUTER
+    NOT_GATED = (
+        "no softmax or topk is seen to weight the results of the matrices of {0:input} ({0:shape}), and no "
+        "ids to choose them: no experts",
+        advice.GATES,
+    )
     SIDE_BY_SIDE = "nothing routes rows to {} products that are alike: no experts", advice.NO_ROUTER
     ROUTER = "a softmax or topk chooses by the product with {:input}, so it is a router", advice.ROUTER
 
@@ -113,6 +118,11 @@ class Kind(Enum):
     MASKED_ROWS = "a mask zeroes rows of experts: {} is not a product of the experts alone", advice.BETWEEN
     ONE_ROW_A_WEIGHT = "each gathered weight must meet one row", advice.GATHERED
     ONE_ID_A_ROW = "one expert id for each row is needed", advice.GATHERED
+    GATHERED_ODDLY = (
+        "ids gather matrices of {:input}, but their product with rows is not read: a row meets several of "
+        "them",
+        advice.GATHERED,
+    )
     NOT_GATHERED = "bmm with an expert weight that is not gathered by expert ids", advice.GATHERED
     READ_OUTSIDE = "{} is also read outside the expert block, so it cannot be fused away", advice.UNREAD
     ELEMENTS_MASK = "masked_scatter has a mask of elements, not of whole rows", advice.PUT_BACK
@@ -268,6 +278,10 @@ class Kind(Enum):
 
     # a branch or a loop that skips experts without rows
     MAY_BE_EMPTY = "`{}` may be empty", advice.COUNT_TOKENS
+    NOT_ALL_HITS = (
+        "it is not proved to run over all experts that have rows, and only the data knows how many these are",
+        advice.HITS,
+    )
     FAILS_FOR_ALL = "over all experts it fails: {}", advice.ALL_RUN
     FAILS_WITHOUT_ROWS = "without rows it fails: {}", advice.ALL_RUN
     BRANCH_INSIDE = "a branch inside of it ends after it", advice.ALL_RUN

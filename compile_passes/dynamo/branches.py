@@ -101,6 +101,12 @@ def _asks_whether_there_are_rows(tx: Tracer, jump: Instruction) -> None:
             raise UnspecializeRestartAnalysis(restart_reason=f"fp4: {place} is a branch")
 
 
+def keep_loop(tx: Tracer) -> None:
+    """Note that a loop over what only the data knows stays as it is."""
+    place = f"{tx.f_code.co_filename}:{tx.lineno}"
+    KEPT[place] = Kept(place, True, Refusal(Kind.NOT_ALL_HITS, None))
+
+
 def is_kept(tx: Tracer, inst: Instruction) -> bool:
     return (tx.f_code, inst.offset) in _kept(tx)
 

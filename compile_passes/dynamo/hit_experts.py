@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..graph.nodes import operand
 from ..graph.traced_nodes import along, called, example, kept, named, same_elements, since, writes_to
 from . import api, known_values
-from .branches import is_kept, watch
+from .branches import is_kept, keep_loop, watch
 from .bytecode import only_iterates
 from .empty_rows import Hits, Named, Nothing, Way
 from .rules import answers, is_watched, new_list
@@ -49,6 +50,8 @@ def over_experts(method: Handler) -> Handler:
         loop = vars(tx.stack[-1]).get(_LOOP)
         if loop is None and not is_watched(tx):
             hits = _hits(tx.stack[-1]) if not is_kept(tx, inst) else None
+            if hits is None and _is_of_data(tx.stack[-1]) and not is_kept(tx, inst):
+                keep_loop(tx)
             if hits is not None:
                 loop = _Loop(hits, inst, example(tx.stack[-1].as_proxy().node))
                 tx.stack[-1] = _rounds(loop, as_rows=False)
@@ -131,6 +134,12 @@ def _hits(v: Variable) -> Hits | None:
     return Hits(source, dim, rounds) if rounds <= _MOST_ROUNDS else None
 
 
+def _is_of_data(v: Variable) -> bool:
+    """Return whether only the data knows how many rounds a loop over a tensor has."""
+    made = example(v.as_proxy().node) if isinstance(v, api.TensorVariable) else None
+    return isinstance(made, torch.Tensor) and made.dim() > 0 and bool(free_unbacked_symbols(made.shape[0]))
+
+
 def _unique(node: fx.Node) -> fx.Node | None:
     """Return the ids if `node` has their distinct numbers in order."""
     part = named(node, ("getitem",), ("input", "item"))
@@ -201,7 +210,7 @@ def _anything(node: fx.Node, dim: int, chain: list[fx.Node]) -> tuple[fx.Node, i
         return _anything(compared["input"], dim, chain) if at_all else None
     if name in ("bool", "long", "int") and len(node.args) == 1:
         return _anything(operand(node), dim, chain)
-    summed = named(node, ("sum", "any", "count_nonzero"), ("input", "dim", "keepdim"))
+    summed = named(node, ("sum", "any", "count_nonzero", "amax"), ("input", "dim", "keepdim"))
     if not summed:
         return node, dim
     of, dims = summed["input"], summed.get("dim")

@@ -71,6 +71,7 @@ def batched_products(
     search: Search,
     evidence: Evidence,
     routed: set[fx.Node],
+    gated: dict[fx.Node, Batched],
     written: dict[fx.Node, fx.Node],
     not_experts: dict[fx.Node, Refusal],
 ) -> Iterator[Site | Refusal]:
@@ -78,9 +79,10 @@ def batched_products(
 
     Each expert has the same number of rows, as in fixed buffers, so they become `fp4::grouped_mm_masked` with
     all rows counted. So does x W[e] for all e at once, written as one product of x and a matrix [K, E N], if
-    it computes the rows of a batched down product.
+    it computes the rows of a batched down product, or if a router's gates weight its results.
 
     routed: products that something routes rows to.
+    gated: products of the same rows and all matrices whose outputs a softmax or a choice weights.
     written: products with weights that the graph has written to before.
     not_experts: receives the products that belong to no expert, each with the reason."""
     graph, reader = writer.gm.graph, search.reader
@@ -90,7 +92,10 @@ def batched_products(
             not_experts[b.node] = Refusal(Kind.ROUTER, b.node, (b.weight,))
         elif b.node not in routed and not b.shared:
             not_experts[b.node] = Refusal(Kind.UNROUTED, b.node, (b.weight,))
-    found = [b for b in found if b.node in routed and b.node not in not_experts]
+        elif b.node not in routed and b.node not in gated and value(b.weight).dim() == 3:
+            not_experts[b.node] = Refusal(Kind.NOT_GATED, b.node, (b.weight,))
+    found = [gated.get(b.node, b) for b in found if b.node in routed or b.node in gated]
+    found = [b for b in found if b.node not in not_experts]
     nodes = {b.node for b in found}
     packed: dict[fx.Node, Packed] = {}
     stays: dict[fx.Node, Refusal] = {}
@@ -118,7 +123,7 @@ def batched_products(
         if b.node in stays and not b.shared and stays[b.node] not in refusals_seen:
             refusals_seen.add(stays[b.node])
             yield stays[b.node]
-        elif b.node not in stays and (b.node in wanted or not b.shared):
+        elif b.node not in stays and (b.node in wanted or b.node in gated or not b.shared):
             yield _write_batched(writer, b, packed[b.node])
 
 
@@ -182,7 +187,7 @@ def put_back(writer: Writer, b: Batched, out: fx.Node) -> fx.Node:
         return writer.call(aten.transpose.int, out, 1, 2)
     if not b.shared:
         return out
-    out = writer.call(aten.permute.default, out, [1, 0, 2])
+    out = writer.call(aten.permute.default, out, [1, 2, 0] if b.last else [1, 0, 2])
     lead = [1] * (len(shape(b.node)) - 2)
     return writer.call(aten.reshape.default, out, [*lead, -1, len(b.experts) * b.experts[0][0].n])
 

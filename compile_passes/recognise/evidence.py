@@ -31,6 +31,7 @@ from ..graph.nodes import (
     aten,
     behind,
     has_chosen_rows,
+    integer,
     is_grouped_mm,
     is_op,
     is_pointwise,
@@ -113,6 +114,8 @@ class Evidence:
         value that a score scales is no score: x * sigmoid(x) is an activation, like silu(x)."""
         self._limited: set[fx.Node] = set()
         """The nodes of `_soft` without those whose scores only `_POSITIVE` limits."""
+        self._gates: set[fx.Node] = set()
+        """The nodes of `_hard`, results of a softmax, and nodes that are computed from these alone."""
         self._weighted: set[fx.Node] = set()
         """The nodes of `_soft`, and all nodes that are computed from them without a product with weights."""
         self._leads: set[fx.Node] = set()
@@ -140,6 +143,8 @@ class Evidence:
         made_of = self._made_of(node)
         if hard or is_op(node, *_SOFT) or self._soft.issuperset(made_of or [node]):
             self._soft.add(node)
+        if hard or is_op(node, aten._softmax, aten.softmax) or self._gates.issuperset(made_of or [node]):
+            self._gates.add(node)
         if node in self._soft or not self._weighted.isdisjoint(inputs):
             self._weighted.add(node)
         limits = is_op(node, *_SOFT) and not is_op(node, *_POSITIVE)
@@ -279,7 +284,11 @@ class Evidence:
             return True
         after = self._reader.afresh()
         after.cut(m.root)
-        return self._is_combined(m.root, _carrier_of_places(m), after)
+        return self._is_combined(m.root, _carrier_of_places(m), after, self._soft)
+
+    def gathers(self, node: fx.Node) -> bool:
+        """Return whether a node reads a tensor at places that were chosen."""
+        return is_op(node, *_READS) and any(self.chooses(n) for n in _indices(node))
 
     def routed(self, products: Sequence[Batched]) -> set[fx.Node]:
         """Return the batched products of a graph that belong to experts."""
@@ -296,13 +305,23 @@ class Evidence:
         return found
 
     def _is_routed(self, p: Batched) -> bool:
-        first, second = p.experts[0][0].ref, p.experts[1][0].ref
-        if self.named(first.node):
+        if self.named(p.weight):
             return True
         if not p.shared and self._is_dispatched(self._reader.value(p.a, 2), 1 if p.left else -1):
             return True
+        return self._combines(p, self._soft)
+
+    def is_gated(self, p: Batched) -> bool:
+        """Return whether a softmax or a choice among the experts weights the outputs of one product of the
+        same rows and all matrices. Other scores do not count: such a product may be a bilinear layer's."""
+        return p.shared and self._combines(p, self._gates)
+
+    def _combines(self, p: Batched, scores: Collection[fx.Node]) -> bool:
+        first, second = p.experts[0][0].ref, p.experts[1][0].ref
         dims = [d for d, (i, j) in enumerate(zip(first.index, second.index, strict=True)) if i is not j]
-        return len(dims) == 1 and self._is_combined(p.node, _Carrier(first.node, dims[0]), self._reader)
+        if len(dims) != 1:
+            return False
+        return self._is_combined(p.node, _Carrier(first.node, dims[0]), self._reader, scores)
 
     # --- dispatch ---
 
@@ -330,13 +349,13 @@ class Evidence:
         """
         if isinstance(t, Ref):
             inside = [r for i in t.index for r in _refs_in(i)]
-            if any(self._tells(r, e, k) and self.chosen(r.node) for r in inside):
+            if any(self._tells(r, e, k) and self._selects(r, t.node) for r in inside):
                 return True
             return bool(t.index) and t.index[-1] in k and self._is_put(t.node)
         if isinstance(t, Choose):
             if free_axes(t.index) & e:
                 rows = [r for o in t.options for r in walk(o) if isinstance(r, Ref)]
-                if any(self.chosen(i.node) for r in rows for c in r.index for i in _refs_in(c)):
+                if any(self._selects(i, r.node) for r in rows for c in r.index for i in _refs_in(c)):
                     return True
             return any(self._chooses_rows(o, e, k, summed) for o in t.options)
         if isinstance(t, Sum):
@@ -355,6 +374,11 @@ class Evidence:
         parts = factors if isinstance(t, Mul) else [c for c in t.children() if c is not t.ref]
         return any(self._chooses_rows(f, e, k, summed) for f in parts)
 
+    def _selects(self, ids: Ref, rows: fx.Node) -> bool:
+        """Return whether ids choose rows for an expert. Rows of a table of parameters, such as the embedding
+        of each of a record's fields, say nothing about experts, unless something chose the ids."""
+        return ids.node in self._hard or (self.chosen(ids.node) and rows in self._data)
+
     @staticmethod
     def _tells(t: Term, e: set[Axis], k: set[Axis]) -> bool:
         """Return whether a term is one number for each row of an expert."""
@@ -368,7 +392,9 @@ class Evidence:
 
     # --- combination ---
 
-    def _is_combined(self, product: fx.Node, carrier: _Carrier, reader: Reader) -> bool:
+    def _is_combined(
+        self, product: fx.Node, carrier: _Carrier, reader: Reader, scores: Collection[fx.Node]
+    ) -> bool:
         """Return whether a router's scores or ids decide how each expert's output is weighted."""
         seen, todo, in_order = {product}, [product], {product}
         while todo and len(seen) < _FAR:
@@ -377,11 +403,11 @@ class Evidence:
                 if user in seen:
                     continue
                 seen.add(user)
-                if node in in_order and self._places(user, node):
+                if node in in_order and scores is self._soft and self._places(user, node):
                     return True
                 if node in in_order and (is_op(user, *_KEEP_ORDER) or is_pointwise(user)):
                     in_order.add(user)
-                if is_tensor(user) and self._weights(reader.value(user, 2), carrier):
+                if is_tensor(user) and self._weights(reader.value(user, 2), carrier, scores):
                     return True
                 todo.append(user)
         return False
@@ -399,7 +425,7 @@ class Evidence:
         by_ids = any(n in self._hard for n in _indices(node))
         return bool(first) and table is rows and by_ids
 
-    def _weights(self, v: Value, carrier: _Carrier) -> bool:
+    def _weights(self, v: Value, carrier: _Carrier, scores: Collection[fx.Node]) -> bool:
         out = set(v.axes)
         for t in walk(v.term):
             if isinstance(t, Ref) and t.node is carrier.node:
@@ -416,10 +442,22 @@ class Evidence:
                 if not e & set(t.axes) or e & out or not columns:
                     continue
                 for f in (f for m in walk(t.body) for f in flatten(m, Mul) if isinstance(m, Mul)):
-                    soft = (n for n in _nodes(f) if n in self._soft)
-                    if self._tells(f, e, columns) and not all(map(carrier.makes, soft)):
+                    soft = [n for n in _nodes(f) if n in scores]
+                    if not soft or not self._tells(f, e, columns) or all(map(carrier.makes, soft)):
+                        continue
+                    if not _attends(f, e, set(t.axes)) and (scores is self._soft or free_axes(f) <= e | out):
                         return True
         return False
+
+
+def _attends(weight: Term, e: set[Axis], summed: set[Axis]) -> bool:
+    """Return whether weights are a softmax over what else is summed, not over the experts: attention, whose
+    heads are added up."""
+    ref = weight if isinstance(weight, Ref) else getattr(weight, "ref", None)
+    if ref is None or not is_op(ref.node, aten._softmax, aten.softmax):
+        return False
+    along = free_axes(ref.index[integer(ref.node, 1)])
+    return bool(along & summed) and not along & e
 
 
 def _is_number(node: fx.Node) -> bool:

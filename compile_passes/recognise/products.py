@@ -173,6 +173,8 @@ class Batched:
     """True if the weight is the left operand. Then a is [E, K, T], and the result is [E, N, T]."""
     shared: bool
     """True if all experts have the same rows. Then a is [.., T, K], and the result is [.., T, E N]."""
+    last: bool = False
+    """True if the weight is [K, N, E]. Then the result is [.., T, N E]."""
 
     @property
     def weight(self) -> fx.Node:
@@ -183,7 +185,11 @@ class Batched:
         return shape(self.a)[2 if self.left else -2]
 
 
-def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node]) -> Batched | None:
+def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node], last: bool = False) -> Batched | None:
+    """Return the product of a batch, or of the same rows and all matrices.
+
+    last: whether the experts of the second form are along the last dimension of their weight.
+    """
     if not is_op(node, aten.bmm, aten.mm):
         return None
     a, b = operand(node), operand(node, 1)
@@ -194,18 +200,19 @@ def read_batched(node: fx.Node, reader: Reader, written: set[fx.Node]) -> Batche
         if is_op(node, aten.bmm) and (experts := _experts(v, left, reader)) is not None:
             return Batched(node, other, experts, left, shared=False)
         if not left and all(static_int(s) == 1 for s in shape(other)[:-2]):
-            experts = _experts(_apart(v), left, reader)
+            experts = _experts(_apart(v, last), left, reader)
             if experts is not None:
-                return Batched(node, other, experts, left, shared=True)
+                return Batched(node, other, experts, left, shared=True, last=last)
     return None
 
 
-def _apart(v: Value) -> Value:
-    """Read a weight [K, E N] as [E, K, N]."""
-    *lead, inner, last = v.dims
-    if any(lead) or len(last) != 2:
+def _apart(v: Value, last: bool) -> Value:
+    """Read a weight [K, E N] as [E, K, N], or [K, N E] if the experts are its last dimension."""
+    *lead, inner, both = v.dims
+    if any(lead) or len(both) != 2:
         return v
-    return Value((last[:1], inner, last[1:]), v.term)
+    experts, out = (both[1:], both[:1]) if last else (both[:1], both[1:])
+    return Value((experts, inner, out), v.term)
 
 
 def _is_written(node: fx.Node, written: set[fx.Node]) -> bool:

@@ -4,13 +4,14 @@ weight."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ...meta.formats import SMALLEST_SIDE
 from ..graph.nodes import (
     CUTS,
     FLOATING,
@@ -210,6 +211,22 @@ def _product(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> _Product | 
     weights = [n for n in factors if is_weight(through(n, *_VIEWS))]
     rows = [n for n in factors if n not in weights]
     return _Product(node, rows[0], weights[0]) if len(weights) == len(rows) == 1 else None
+
+
+def gathered_matrices(
+    graph: fx.Graph, is_weight: Callable[[fx.Node], bool], gathers: Callable[[fx.Node], bool]
+) -> Iterator[Refusal]:
+    """Yield a refusal for each product with matrices that chosen ids gather from a stack of them, if several
+    matrices meet one row."""
+    for node in graph.nodes:
+        for factor in node.all_input_nodes if is_op(node, *PRODUCTS) else ():
+            matrices = through(factor, *RESHAPES, *SWAPS, aten._to_copy, aten.expand)
+            if not gathers(matrices):
+                continue
+            stack = through(operand(matrices), *RESHAPES, *SWAPS, aten._to_copy)
+            sizes = [static_int(s) or 0 for s in shape(stack)]
+            if is_weight(stack) and len(sizes) == 3 and min(sizes[1:]) >= SMALLEST_SIDE:
+                yield Refusal(Kind.GATHERED_ODDLY, node, (stack,))
 
 
 def _between(rows: fx.Node, products: dict[fx.Node, _Product]) -> list[fx.Node]:
