@@ -16,19 +16,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 if len(PAGES) < 2:
     pytest.skip("a source distribution has no docs/", allow_module_level=True)
 
-NOT_OURS = {
-    "cuda.h",
-    "dense_blockscaled_gemm_persistent.py",
-    "hf_quant_config.json",
-    "moe.py",
-    "model.py",
-    "serve.py",
-    "my.py",
-    "run.py",
-    "factories.py",
-}
-NOT_OURS |= {"llama.cpp", "gguf_convert_endian.py"}
-"""Files of checkpoints, and of the user's in examples."""
+NOT_OURS = {"hf_quant_config.json", "moe.py", "model.py", "serve.py", "my.py", "run.py", "factories.py"}
+NOT_OURS |= {"llama.cpp", "gguf_convert_endian.py", "cuda.h", "dense_blockscaled_gemm_persistent.py"}
+"""Files of checkpoints, of other programs, and of the user's in examples."""
 FILE = re.compile(r"(?<![\w/.{<-])((?:[\w.-]+/)*[\w-]+\.(?:py|cuh|cu|cpp|h|md|svg))\b")
 
 
