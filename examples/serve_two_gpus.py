@@ -88,7 +88,14 @@ def main() -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = AutoConfig.from_pretrained(args.model)
     if reason := why_not(config, ranks):
-        parser.error(f"{args.model} {reason}. Choose another number: torchrun --nproc-per-node N")
+        fit = [n for n in range(1, ranks) if not why_not(config, n)]
+        numbers = f"such as {fit[-1]}" if fit else "or another model"
+        parser.error(f"{args.model} {reason}. Choose another number, {numbers}: torchrun --nproc-per-node N")
+    as_numbers = all(word.isdigit() for word in args.prompt.split())
+    tokenizer = None if as_numbers else AutoTokenizer.from_pretrained(args.model)
+    if tokenizer is not None and not tokenizer(args.prompt).input_ids:
+        # transformers makes one without a vocabulary if a folder has none
+        parser.error(f'{args.model} has no tokenizer. Give the prompt as token numbers: "17 4 25"')
     on_gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
@@ -112,10 +119,9 @@ def main() -> None:
             print(report)
     model.eval()
 
-    if all(word.isdigit() for word in args.prompt.split()):
-        tokenizer, ids = None, torch.tensor([[int(word) for word in args.prompt.split()]])
+    if tokenizer is None:
+        ids = torch.tensor([[int(word) for word in args.prompt.split()]])
     else:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
         ids = tokenizer(args.prompt, return_tensors="pt").input_ids
     stream = Stream(tokenizer, rank)
     with torch.inference_mode():

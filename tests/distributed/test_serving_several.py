@@ -50,12 +50,12 @@ def test_two_processes_stream_what_one_says(tmp_path):
         ({}, "this process has no rank. Start it by torchrun: torchrun --nproc-per-node 2"),
         pytest.param(
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "16"},
-            "has 8 experts a block, which 16 processes cannot share equally. Choose another number",
+            "has 8 experts a block, which 16 processes cannot share equally. Choose another number, such as ",
             marks=pytest.mark.more,
         ),
         pytest.param(
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "8"},
-            "processes cannot share equally. Choose another number",
+            "processes cannot share equally. Choose another number, such as ",
             marks=pytest.mark.more,
         ),
     ],
@@ -65,6 +65,14 @@ def test_it_says_how_it_is_started(place, words, tmp_path):
     tiny().config.save_pretrained(tmp_path)
     env = {k: v for k, v in environment(**place).items() if k in place or k not in ("RANK", "WORLD_SIZE")}
     done = forks.run([str(EXAMPLE), str(tmp_path), "5 6 7"], env)
+    assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr[-2000:]
+
+
+def test_a_text_needs_a_tokenizer(tmp_path):
+    tiny().config.save_pretrained(tmp_path)
+    env = environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    done = forks.run([str(EXAMPLE), str(tmp_path), "some text"], env)
+    words = 'has no tokenizer. Give the prompt as token numbers: "17 4 25"'
     assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr[-2000:]
 
 
