@@ -89,6 +89,7 @@ def folder(tmp_path_factory):
     with contextlib.redirect_stdout(io.StringIO()):
         fp4_ops.__main__.main(["quantize", str(ROOT / "examples" / "demo_model"), "-o", str(out)])
     write_gguf(out.parent / "GGUF")
+    (out.parent / "examples").symlink_to(ROOT / "examples")
     return out
 
 
