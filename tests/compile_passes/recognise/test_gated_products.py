@@ -56,7 +56,7 @@ class Tensordot(Kernels):
 class TopGates(Kernels):
     def gate(self, gate, x, y):
         weights, ids = gate(x).softmax(-1).topk(2, -1)
-        return torch.zeros(x.shape[0], E).scatter(1, ids, weights)
+        return weights.new_zeros(x.shape[0], E).scatter(1, ids, weights)
 
 
 class ExpertsFirst(Kernels):
