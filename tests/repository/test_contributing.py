@@ -2,6 +2,9 @@
 
 import random
 import re
+import shutil
+import subprocess
+import sys
 
 import draws
 import pytest
@@ -50,3 +53,17 @@ def test_each_draw_takes_other_tests(n):
     assert 0.5 < together / (len(names) / n) < 2, start
     most = max(sum(name in run for run in of_first) for name in names[1:])
     assert most < len(of_first), start  # crc32 drew some tests together each time
+
+
+def test_make_leaves_an_environment_of_others_alone(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "pyvenv.cfg").write_text("home = /nowhere\n")
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), f"VENV={own}", f"PYTHON={sys.executable}", f"{own}/deps"],
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.returncode and "make did not make it" in done.stdout, done.stdout + done.stderr
+    assert [p.name for p in own.iterdir()] == ["pyvenv.cfg"]
