@@ -113,13 +113,14 @@ clean:
 	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_sm80.so fp4_ops/_nvlink.so fp4_ops/dev/_native*.so *.egg-info
 
 # An environment that make did not begin has somebody's packages, which `venv --clear` would remove.
-# A torch that is already there (2.11 or later) is used, and nothing is downloaded for it. Python compiles to
-# bytecode what is imported; pip would compile all of torch and transformers, which takes half a minute.
+# A torch that is already there (2.11 or later) is used, and nothing is downloaded for it. Only that of a virtual
+# environment cannot be: a new environment does not see its packages. Python compiles to bytecode what is imported;
+# pip would compile all of torch and transformers, which takes half a minute.
 $(VENV)/deps: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4_ops needs Python 3.11 or later"; exit 1; }
 	@[ ! -e $(VENV)/pyvenv.cfg ] || [ -e $@ ] || [ -e $(VENV)/begun ] || { \
 	echo "$(VENV) is there, and make did not make it. make would remove its packages: give another folder (make VENV=other ...), or remove $(VENV)"; exit 1; }
-	@if $(PYTHON) -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
+	@if $(PYTHON) -c 'import torch, sys; sys.exit(sys.prefix != sys.base_prefix or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
 	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --system-site-packages $(VENV) && touch $(VENV)/begun; \
 	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear $(VENV) && touch $(VENV)/begun && $(PIP) install -q --no-compile '$(TORCH)'; fi
 	$(PIP) install -q --no-compile -c constraints.txt 'setuptools>=77' wheel ninja numpy
