@@ -174,7 +174,8 @@ def _gpu_kernels() -> tuple[Kernels, ...]:
 
 
 def _fp4_rows(device: int) -> str:
-    """Says which kernels multiply FP4 rows on FP4 tensor cores, by format if the formats differ."""
+    """Says which kernels multiply FP4 rows on FP4 tensor cores, by format if the formats differ, and if fp8
+    rows have such kernels."""
     from .backends.triton.scaled import native
 
     found = {
@@ -185,9 +186,10 @@ def _fp4_rows(device: int) -> str:
     if native.launcher(device) is None:
         return _FP4_ROWS
     kinds = dict.fromkeys(found.values())
-    if len(kinds) == 1:
-        return f"{_FP4_ROWS}, {next(iter(kinds))}"
-    return f"{_FP4_ROWS}, " + "; ".join(f"{name} {by}" for name, by in found.items())
+    words = [next(iter(kinds))] if len(kinds) == 1 else [f"{name} {by}" for name, by in found.items()]
+    if native.runs("fp8", device):
+        words.append(f"fp8 rows by {native.weights_of('fp8')} weights {_BY_CUDA}")
+    return f"{_FP4_ROWS}, " + "; ".join(words)
 
 
 def _constants() -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def test_info_says_which_kernels_failed_their_check(monkeypatch):
     """The GPU is pretended. The result of the first use decides, not what was built."""
     module = sys.modules["fp4_ops.info"]
     native = importlib.import_module("fp4_ops.backends.triton.scaled.native")
-    right = {"mma": True, "triton": True, "nvfp4": True, "mxfp4": True}
+    right = {"mma": True, "triton": True, "nvfp4": True, "mxfp4": True, "fp8": False}
     backends = [SimpleNamespace(name=n, trusted=lambda _, n=n: right[n]) for n in ("mma", "triton")]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -65,9 +65,12 @@ def test_info_says_which_kernels_failed_their_check(monkeypatch):
         return module._gpu_kernels()[0].family
 
     assert family().startswith("mma, triton (FP4 rows on FP4 tensor cores, by CUDA kernels")
+    assert "fp8" not in family()
+    right["fp8"] = True
+    assert "fp8 rows by mxfp4 weights by CUDA kernels" in family()
     right["mxfp4"] = False
     assert "nvfp4 by CUDA kernels" in family() and "mxfp4 by Triton" in family()
-    right["nvfp4"] = right["mma"] = False
+    right["nvfp4"] = right["fp8"] = right["mma"] = False
     assert "by Triton" in family() and "CUDA" not in family() and "mma (not used: its first use" in family()
 
 
