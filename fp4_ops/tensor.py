@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .meta.dtensors import refuse_dtensors
+from .meta.formats import FORMATS
 from .meta.layouts import LAYOUTS, block_scales, byte_view
 from .meta.torch_internals import make_wrapper_subclass, no_torch_function
 from .runtime.relayout import Operands, relayout
@@ -93,7 +94,9 @@ class FP4Tensor(torch.Tensor):
             return  # `detach` has set all attributes
         self.packed = byte_view(packed)
         self.held_scale = byte_view(block_scale)
-        self.global_scale = global_scale
+        # `torch.ops.fp4.quantize` returns an empty tensor for a format without global scales.
+        empty = global_scale is not None and global_scale.shape == (0,)
+        self.global_scale = None if empty and not FORMATS[format].has_global_scale else global_scale
         self.format = format
         self.weight_layout = layout  # `Tensor.layout` is torch's own attribute
         self.transposed = transposed

@@ -260,11 +260,15 @@ class Writer:
         why: the reason why no better operator was possible.
         """
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
-        values = [value(n) for n in sources]
-        made = [s for p in packed for s in p.spec.shapes(tuple(value(p.sources[0]).shape))]
-        after = sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in made)
-        already = any(map(self.facts.in_4_bits, sources))
-        before = after if already else sum(v.numel() * v.dtype.itemsize for v in values)
+        stored = [n for n in sources if self.facts.in_4_bits(n)]
+        values = [value(n) for n in sources if n not in stored]
+        before, after = sum(v.numel() * v.dtype.itemsize for v in values), 0
+        for p in packed:
+            made = p.spec.shapes(tuple(value(p.sources[0]).shape))
+            size = sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in made)
+            after += size
+            before += size if p.sources[0] in stored else 0
+        kinds = ", ".join(dict.fromkeys(self.facts.stored[n].way.kind for n in stored))
         spec = packed[0].spec
         return Site(
             module=module_path(at),
@@ -273,15 +277,15 @@ class Writer:
             where=location(at),
             weights=tuple(input_name(self.facts.inputs_of(n)[0]) for n in sources),
             shape=shape_text,
-            form=form + (f", weights from {self.facts.stored[sources[0]].way.kind}" if already else ""),
-            kernel=kernel(values[0].device.type, spec.layout),
+            form=form + (f", weights from {kinds}" if stored else ""),
+            kernel=kernel(value(sources[0]).device.type, spec.layout),
             format=spec.format,
             layout=spec.layout,
             activation=activation,
             a_format=str(activations),
             bytes_before=before,
             bytes_after=after,
-            gain=None if already else load.gain(before, after),
+            gain=None if stored else load.gain(before, after),
             change=why.change if why is not None else "",
         )
 

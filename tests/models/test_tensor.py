@@ -47,6 +47,10 @@ def test_quantize(format, device):
     assert torch.equal(w.packed, packed)
     assert torch.equal(w.block_scale.view(torch.uint8), block_scale.view(torch.uint8))
     assert (w.global_scale is None) == (format != "nvfp4")
+    same = FP4Tensor(*torch.ops.fp4.quantize(x, format), format=format, dtype=x.dtype)
+    assert (same.global_scale is None) == (format != "nvfp4") and torch.equal(
+        same.dequantize(), w.dequantize()
+    )
     assert w.nbytes == x.numel() // 2 + block_scale.nbytes + (4 * G if format == "nvfp4" else 0)
     assert repr(w) == f"FP4Tensor({format}, [3, 48, 64], bfloat16, {x.device})"
 

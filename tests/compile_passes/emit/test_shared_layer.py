@@ -11,6 +11,8 @@ from conftest import more
 from recorder import Recorder, fake_quantised, relative_error
 from torch import Tensor, nn
 
+import fp4_ops
+
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 FORMS = (
@@ -84,6 +86,19 @@ def test_options_pack_the_shared_layer(form):
     module, recorder = Shared(form, 64), Recorder(activation="bf16", dense="mxfp4")
     assert max(errors(module, recorder, module.twin("mxfp4"))) < 1e-5
     assert {"up.weight", "experts[0].weight"} <= {w for site in recorder.sites for w in site.weights}
+
+
+@pytest.mark.parametrize("format", ["nvfp4", more("mxfp4")])
+@pytest.mark.parametrize("form", ["routed, shared layer in the loop", more("routed"), more("gated")])
+def test_a_shared_layer_in_4_bits_stays_in_its_format(form, format):
+    module, recorder = Shared(form, 64), Recorder(activation="bf16")
+    twin = module.twin(format)
+    for layer in (module.up, module.other):
+        layer.weight = nn.Parameter(fp4_ops.quantize(layer.weight.detach(), format), requires_grad=False)
+    assert max(errors(module, recorder, twin)) < 1e-5
+    assert {"up.weight", "experts[0].weight"} <= {w for site in recorder.sites for w in site.weights}
+    (site,) = (s for s in recorder.sites if "experts[0].weight" in s.weights)
+    assert ("weights from FP4Tensor" in site.form) == ("in the loop" in form)
 
 
 class Kernel(Shared):
