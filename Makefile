@@ -109,20 +109,25 @@ bench: $(VENV)/built $(VENV)/models
 	$(PIP) install -q -c constraints.txt '.[bench]' --no-build-isolation
 	$(BIN)/python benchmarks/cpu_vs_ggml.py
 
-clean:
-	rm -rf build dist $(VENV) fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_sm80.so fp4_ops/_nvlink.so fp4_ops/dev/_native*.so *.egg-info
+# True if $(VENV) is not there, or make made it: another folder has somebody's packages or files. The prompt is
+# written before anything is installed, so it tells even after a run that was interrupted.
+PROMPT := fp4_ops by make
+OWN = { [ -z "$$(ls -A $(VENV) 2>/dev/null)" ] || [ -e $(VENV)/deps ] || grep -qs "$(PROMPT)" $(VENV)/pyvenv.cfg; }
 
-# An environment that make did not begin has somebody's packages, which `venv --clear` would remove.
+clean:
+	@if $(OWN); then rm -rf $(VENV); else echo "$(VENV) stays: make did not make it"; fi
+	rm -rf build dist fp4_ops/_C*.so fp4_ops/_sm90.so fp4_ops/_sm80.so fp4_ops/_nvlink.so fp4_ops/dev/_native*.so *.egg-info
+
 # A torch that is already there (2.11 or later) is used, and nothing is downloaded for it. Only that of a virtual
 # environment cannot be: a new environment does not see its packages. Python compiles to bytecode what is imported;
 # pip would compile all of torch and transformers, which takes half a minute.
 $(VENV)/deps: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "fp4_ops needs Python 3.11 or later"; exit 1; }
-	@[ ! -e $(VENV)/pyvenv.cfg ] || [ -e $@ ] || [ -e $(VENV)/begun ] || { \
+	@$(OWN) || { \
 	echo "$(VENV) is there, and make did not make it. make would remove its packages: give another folder (make VENV=other ...), or remove $(VENV)"; exit 1; }
 	@if $(PYTHON) -c 'import torch, sys; sys.exit(sys.prefix != sys.base_prefix or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
-	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --system-site-packages $(VENV) && touch $(VENV)/begun; \
-	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear $(VENV) && touch $(VENV)/begun && $(PIP) install -q --no-compile '$(TORCH)'; fi
+	then echo "== using the torch of $(PYTHON)"; $(PYTHON) -m venv --clear --prompt "$(PROMPT)" --system-site-packages $(VENV); \
+	else echo "== installing $(TORCH) into $(VENV) (a minute or more)"; $(PYTHON) -m venv --clear --prompt "$(PROMPT)" $(VENV) && $(PIP) install -q --no-compile '$(TORCH)'; fi
 	$(PIP) install -q --no-compile -c constraints.txt 'setuptools>=77' wheel ninja numpy
 	@touch $@
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import draws
 import pytest
@@ -55,15 +56,37 @@ def test_each_draw_takes_other_tests(n):
     assert most < len(of_first), start  # crc32 drew some tests together each time
 
 
-def test_make_leaves_an_environment_of_others_alone(tmp_path):
+def make(where: Path, *args: str) -> subprocess.CompletedProcess[str]:
     if shutil.which("make") is None:
         pytest.skip("needs make")
+    command = ["make", "-C", str(where), "-f", str(ROOT / "Makefile"), *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("held", ["pyvenv.cfg", "conda-meta/history", "thesis.tex"])
+def test_make_leaves_an_environment_of_others_alone(tmp_path, held):
     own = tmp_path / "own"
-    own.mkdir()
-    (own / "pyvenv.cfg").write_text("home = /nowhere\n")
-    done = subprocess.run(
-        ["make", "-C", str(ROOT), f"VENV={own}", f"PYTHON={sys.executable}", f"{own}/deps"],
-        capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    (own / held).parent.mkdir(parents=True)
+    (own / held).write_text("home = /nowhere\n")
+    done = make(ROOT, f"VENV={own}", f"PYTHON={sys.executable}", f"{own}/deps")
     assert done.returncode and "make did not make it" in done.stdout, done.stdout + done.stderr
-    assert [p.name for p in own.iterdir()] == ["pyvenv.cfg"]
+    cleaned = make(tmp_path, f"VENV={own}", "clean")
+    assert not cleaned.returncode and "make did not make it" in cleaned.stdout, (
+        cleaned.stdout + cleaned.stderr
+    )
+    assert (own / held).read_text() == "home = /nowhere\n"
+
+
+def test_make_begins_again_where_it_was_interrupted(tmp_path):
+    """Its first run ended in `python -m venv`, such as for a Python without ensurepip."""
+    own, python = tmp_path / "own", tmp_path / "python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$1" = -m ] || exit 0\nshift; {sys.executable} -m "$@" --without-pip; exit 9\n'
+    )
+    python.chmod(0o755)
+    for _ in range(2):
+        done = make(ROOT, f"VENV={own}", f"PYTHON={python}", f"{own}/deps")
+        assert done.returncode and "make did not make it" not in done.stdout, done.stdout
+        assert (own / "pyvenv.cfg").exists(), done.stdout + done.stderr
+    assert not make(tmp_path, f"VENV={own}", "clean").returncode
+    assert not own.exists()
