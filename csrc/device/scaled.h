@@ -22,10 +22,10 @@ struct ScaledProduct {
   int m = 0, groups = 0, n = 0, k = 0;  // m: all rows; masked: rows of every group
   int x_scale_bytes = 0;                // bytes of a row of x_scales
   int nvfp4 = 1;                        // or mxfp4
-  int x_fp8 = 0;                        // rows are e4m3 with scales of mxfp4, or of null: ones
   int config = -1;                      // number of a candidate; -1: the one that the sizes suggest
   RowMode mode = RowMode::kDense;
   DType out_type = DType::kFloat32, bias_type = DType::kFloat32;
+  int x_fp8 = 0;  // rows are e4m3 with scales of mxfp4, or of null: ones
 };
 
 }  // namespace fp4::device

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fp4_ops.backends.launchers import library, scaled, scaled_sm100
+from fp4_ops.backends.triton import operators
 from fp4_ops.backends.triton.scaled import native
 from fp4_ops.meta.formats import FORMATS
 from fp4_ops.runtime import first_use
@@ -164,3 +165,19 @@ def test_fp8_rows_keep_their_codes_in_order():
     got, _, _ = scaled_sm100.in_order(scaled.Rows(x.view(torch.float8_e4m3fn), None, factor), route, 1, 6)
     assert got.packed.dtype == torch.float8_e4m3fn and got.scale is None
     assert torch.equal(got.packed.view(torch.uint8), x[order]) and torch.equal(got.factor, factor[order])
+
+
+@pytest.mark.parametrize("fits", [{"up", "down"}, {"up"}, {"down"}, set()], ids=str)
+def test_a_block_uses_the_kernels_if_both_weights_fit(fits, monkeypatch):
+    used = []
+    monkeypatch.setattr(operators.support, "takes", lambda *_: False)
+    monkeypatch.setattr(operators, "device_of", lambda _: 0)
+    monkeypatch.setattr(
+        operators.cuda, "takes", lambda w, a_format, rows: ("up" if w.n == 128 else "down") in fits
+    )
+    monkeypatch.setattr(operators.scaled, "moe", lambda *_: used.append("kernels"))
+    monkeypatch.setattr(operators, "moe_quantized", lambda *_, a_format: used.append("others"))
+    up, down = (torch.ops.fp4.quantize(torch.randn(3, *shape), "mxfp4") for shape in ((128, 96), (96, 64)))
+    ids, weights = torch.randint(0, 3, (5, 2)), torch.rand(5, 2)
+    operators.moe(torch.randn(5, 96), ids, weights, *up, *down, format="mxfp4", a_format="fp8")
+    assert used == ["kernels" if len(fits) == 2 else "others"]

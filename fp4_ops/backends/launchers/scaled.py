@@ -35,8 +35,8 @@ _POINTERS = (
     "stream",
 )
 _NUMBERS = (
-    *("m", "groups", "n", "k", "x_scale_bytes", "nvfp4", "x_fp8", "config", "mode", "out_type"),
-    "bias_type",
+    *("m", "groups", "n", "k", "x_scale_bytes", "nvfp4", "config", "mode", "out_type", "bias_type"),
+    "x_fp8",
 )
 
 
