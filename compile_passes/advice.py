@@ -68,6 +68,10 @@ GATES = (
     "if these are experts, weight their results by a router's gates and add them up in the same graph: "
     "(y * router(x).softmax(-1)[:, None]).sum(-1) for y [T, N, E]"
 )
+PART_SHARED = (
+    "apply the shared layer outside of the experts: to x before them, or to the sum of their outputs after "
+    "them"
+)
 ROUTER = NoChange("with a router in 4 bits tokens would go to other experts than the model chooses")
 
 # --- rows sorted by expert, weights gathered by ids ---

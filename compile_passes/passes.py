@@ -324,10 +324,12 @@ def _without_router(
         if isinstance(block, Refusal):
             if not evidence.may_be_routed(downs):
                 found |= dict.fromkeys(downs, Refusal(Kind.SIDE_BY_SIDE, downs[-1], (len(downs),)))
-        elif evidence.of_mixture(block, {*downs, *_products_before(downs)}):
-            experts |= block.weights
-        else:
+        elif not evidence.of_mixture(block, {*downs, *_products_before(downs)}):
             found |= dict.fromkeys(downs, Refusal(Kind.UNROUTED, downs[-1], (block.common.down.ref.node,)))
+        elif (matrix := block.part_shared) is not None:
+            found |= dict.fromkeys(downs, Refusal(Kind.PART_SHARED, downs[-1], (matrix.ref.node,)))
+        else:
+            experts |= block.weights
     batched = [b for n in graph.nodes if (b := read_batched(n, s.search.reader, set())) is not None]
     s.routed = {b.node for b in batched if b.weight in experts}
     s.routed |= evidence.routed([b for b in batched if b.weight not in experts])

@@ -87,11 +87,16 @@ class Kind(Enum):
     # experts or not
     UNROUTED = "nothing routes rows to the matrices of {0:input} ({0:shape}): no experts", advice.NO_ROUTER
     NOT_GATED = (
-        "no softmax or topk is seen to weight the results of the matrices of {0:input} ({0:shape}), and no "
-        "ids to choose them: no experts",
+        "no softmax over the matrices of {0:input} ({0:shape}) is seen to weight their results, and nothing "
+        "chooses among them: no experts",
         advice.GATES,
     )
     SIDE_BY_SIDE = "nothing routes rows to {} products that are alike: no experts", advice.NO_ROUTER
+    PART_SHARED = (
+        "all of these experts share the matrix of {0:input} ({0:shape}), so it is no expert's, and they stay "
+        "with it",
+        advice.PART_SHARED,
+    )
     ROUTER = "a softmax or topk chooses by the product with {:input}, so it is a router", advice.ROUTER
 
     # rows sorted by expert, weights gathered by ids

@@ -120,7 +120,7 @@ def batched_products(
     wanted = {up for down, ups in made_of.items() if down not in stays for up in ups}
     refusals_seen: set[Refusal] = set()
     for b in found:
-        if b.node in stays and not b.shared and stays[b.node] not in refusals_seen:
+        if b.node in stays and (not b.shared or b.node in gated) and stays[b.node] not in refusals_seen:
             refusals_seen.add(stays[b.node])
             yield stays[b.node]
         elif b.node not in stays and (b.node in wanted or b.node in gated or not b.shared):

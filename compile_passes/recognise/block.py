@@ -449,6 +449,14 @@ class Mixture:
         own = self.common.up, self.common.up_bias
         return all((b.up, b.up_bias) == own for b in branches)
 
+    @property
+    def part_shared(self) -> Matrix | None:
+        """Return a matrix that all experts share, other than a whole layer before them. It is no expert's."""
+        branches = self.two if isinstance(self.branches, EvenBranches) else self.branches
+        before = () if self.after_shared else range(len(self.common.up))
+        parts = [[b.up[i] for b in branches] for i in before] + [[b.down for b in branches]]
+        return next((p[0] for p in parts if len(p) > 1 and all(q == p[0] for q in p)), None)
+
     def parts(self, of: Callable[[Branch], tuple[Matrix | None, ...]]) -> Experts:
         """Return the parts that `of` gives for each expert, in order. Parts that are None are left out."""
 

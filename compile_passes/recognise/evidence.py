@@ -138,9 +138,12 @@ class Evidence:
         if self.mixes_columns(node):
             return
         hard = _chooses(node) or not self._hard.isdisjoint(inputs)
+        if hard and self._is_picked(node):
+            return
         if hard and not is_op(node, aten._softmax, aten.softmax):
             self._hard.add(node)
         made_of = self._made_of(node)
+        hard = hard and is_tensor(node)  # values of a topk are scores only if it chose among scores
         if hard or is_op(node, *_SOFT) or self._soft.issuperset(made_of or [node]):
             self._soft.add(node)
         if hard or is_op(node, aten._softmax, aten.softmax) or self._gates.issuperset(made_of or [node]):
@@ -150,6 +153,16 @@ class Evidence:
         limits = is_op(node, *_SOFT) and not is_op(node, *_POSITIVE)
         if hard or limits or self._limited.issuperset(made_of or [node]):
             self._limited.add(node)
+
+    def _is_picked(self, node: fx.Node) -> bool:
+        """Return whether a node holds values that a choice read, not among scores: those of a max pooling, of
+        a codebook, or rows."""
+        if not is_tensor(node) or not value(node).dtype.is_floating_point:
+            return False
+        if is_op(node, *_READS):
+            return operand(node) not in self._soft
+        of = operand(node) if item(node) is not None else None
+        return of is not None and _chooses(of) and operand(of) not in self._soft
 
     def _made_of(self, node: fx.Node) -> list[fx.Node]:
         """Return the inputs that must be scores if the result is to be scores. Smaller operands of an
@@ -314,7 +327,15 @@ class Evidence:
     def is_gated(self, p: Batched) -> bool:
         """Return whether a softmax or a choice among the experts weights the outputs of one product of the
         same rows and all matrices. Other scores do not count: such a product may be a bilinear layer's."""
-        return p.shared and self._combines(p, self._gates)
+        return p.shared and self._combines(p, self._gates) and not self._is_summed_router(p.node)
+
+    def _is_summed_router(self, product: fx.Node) -> bool:
+        """Return whether a softmax or a topk chooses by sums of the product's results: routers, weighted by
+        another's gates."""
+        after = reached(
+            [product], lambda n: () if n is not product and self.mixes_columns(n) else n.users, _FAR
+        )
+        return any(map(_decides, after))
 
     def _combines(self, p: Batched, scores: Collection[fx.Node]) -> bool:
         first, second = p.experts[0][0].ref, p.experts[1][0].ref
@@ -366,18 +387,18 @@ class Evidence:
         apart = any(free_axes(f) & e and free_axes(f) & k for f in factors)
         for f in factors:
             if self._tells(f, e, k):
-                nodes = _nodes(f)
+                nodes = _whose_values(f)
                 if any(n in self._hard for n in nodes):
                     return True
                 if not apart and not free_axes(f) & summed and any(n in self._soft for n in nodes):
                     return True
         parts = factors if isinstance(t, Mul) else [c for c in t.children() if c is not t.ref]
-        return any(self._chooses_rows(f, e, k, summed) for f in parts)
+        return any(self._chooses_rows(f, e, k, summed) for f in parts if free_axes(f) & k)
 
     def _selects(self, ids: Ref, rows: fx.Node) -> bool:
         """Return whether ids choose rows for an expert. Rows of a table of parameters, such as the embedding
         of each of a record's fields, say nothing about experts, unless something chose the ids."""
-        return ids.node in self._hard or (self.chosen(ids.node) and rows in self._data)
+        return self.chosen(ids.node) and rows in self._data
 
     @staticmethod
     def _tells(t: Term, e: set[Axis], k: set[Axis]) -> bool:
@@ -442,22 +463,30 @@ class Evidence:
                 if not e & set(t.axes) or e & out or not columns:
                     continue
                 for f in (f for m in walk(t.body) for f in flatten(m, Mul) if isinstance(m, Mul)):
-                    soft = [n for n in _nodes(f) if n in scores]
+                    soft = [n for n in _whose_values(f) if n in scores]
                     if not soft or not self._tells(f, e, columns) or all(map(carrier.makes, soft)):
                         continue
-                    if not _attends(f, e, set(t.axes)) and (scores is self._soft or free_axes(f) <= e | out):
+                    gates = scores is self._gates
+                    if _attends(f, e, None if gates else set(t.axes)):
+                        continue
+                    if not gates or free_axes(f) <= e | out:
                         return True
         return False
 
 
-def _attends(weight: Term, e: set[Axis], summed: set[Axis]) -> bool:
+def _attends(weight: Term, e: set[Axis], summed: set[Axis] | None) -> bool:
     """Return whether weights are a softmax over what else is summed, not over the experts: attention, whose
-    heads are added up."""
+    heads are added up. If `summed` is None, over anything but the experts."""
     ref = weight if isinstance(weight, Ref) else getattr(weight, "ref", None)
     if ref is None or not is_op(ref.node, aten._softmax, aten.softmax):
         return False
     along = free_axes(ref.index[integer(ref.node, 1)])
-    return bool(along & summed) and not along & e
+    return not along & e and (summed is None or bool(along & summed))
+
+
+def _whose_values(factor: Term) -> list[fx.Node]:
+    """Return the nodes whose values a factor has, not those of its index."""
+    return [factor.node] if isinstance(factor, Ref) else _nodes(factor)
 
 
 def _is_number(node: fx.Node) -> bool:

@@ -18,11 +18,11 @@ QUICK = {"recurrent_gemma", "bert", *OWN}
 UNROUTED = {
     "projections of heads (xLSTM)": 3, "block-diagonal FFN, no router": 2, "parts of a token, an FFN each": 1,
     "latent attention, absorbed projections": 2, "heads of the tokens that a topk kept": 1,
-    "gated heads": 0, "ensemble (TabM)": 2, "mixture of heads, weights that are parameters": 2,
+    "gated heads": 1, "ensemble (TabM)": 2, "mixture of heads, weights that are parameters": 2,
     "branches (DARTS), weights that are parameters": 1, "grouped codebook": 1, "bilinear layer": 1,
     "low-rank factors": 1,
     "routers of a group each (hierarchical)": 1, "attention over branches by their sum (SKNet)": 1,
-    "attention over adapters (AdapterFusion)": 1, "heads weighted by their own norms": 1,
+    "attention over adapters (AdapterFusion)": 1, "heads weighted by their own norms": 2,
     "the best of several heads (multiple choice learning)": 2, "a kernel for each example (CondConv)": 1,
     "attention, then an FFN for each task": 1, "attention, then an FFN with a norm for each task": 1,
     "attention, then a layer for each task": 1,
