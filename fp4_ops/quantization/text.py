@@ -47,7 +47,8 @@ def read_windows(
 
 def check_text(file: str | os.PathLike[str]) -> None:
     """Raises ValueError if the file cannot be read, before a model is loaded for it."""
-    _bytes(Path(file), 1)
+    if not Path(file).is_fifo():  # whoever opens a pipe and closes it may take text away
+        _bytes(Path(file), 0)
 
 
 def _bytes(file: Path, most: int = -1) -> bytes:

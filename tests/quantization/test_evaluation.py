@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
 import re
+import threading
 
 import checkpoint_samples
 import huggingface_hub
@@ -287,6 +289,29 @@ def test_commands(tmp_path, capsys):
 
     with pytest.raises(SystemExit, match="has 400 tokens; one window is 512"):
         main(["eval", str(tmp_path / "model"), "--text", str(text)])
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "of a shell"])
+def test_text_from_a_pipe_is_read_whole(named, tmp_path, capsys):
+    moe_models.build("qwen3_moe", torch.bfloat16, "grouped_mm", vocab_size=256).save_pretrained(tmp_path)
+    content = bytes(torch.randint(0, 256, (4 * 32,)).tolist())
+    reading, writing = (-1, -1) if named else os.pipe()
+    text = tmp_path / "pipe" if named else f"/dev/fd/{reading}"
+    if named:
+        os.mkfifo(text)
+
+    def write() -> None:
+        with open(text if named else writing, "wb") as pipe:
+            pipe.write(content)
+
+    writer = threading.Thread(target=write, daemon=True)
+    writer.start()
+    command = ["eval", str(tmp_path), "--length", "32", "--device", "cpu", "--methods", "rtn"]
+    main([*command, "--activations", "bf16", "--formats", "nvfp4", "--text", str(text)])
+    writer.join(60)
+    assert not writer.is_alive() and "4 windows of 32 tokens" in capsys.readouterr().out
+    if not named:
+        os.close(reading)
 
 
 @pytest.mark.parametrize(
