@@ -15,6 +15,7 @@ twenty, chosen by a checksum of its path, is held out; `heldout.txt` is a part o
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import sysconfig
 import time
@@ -83,6 +84,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
 
+def save_tokenizer(folder: Path) -> None:
+    tokenizer().save_pretrained(folder)
+    # transformers 5 writes names that transformers 4 does not know. Both know this one.
+    file = folder / "tokenizer_config.json"
+    written = json.loads(file.read_text())
+    written.pop("backend", None)
+    written["tokenizer_class"] = "PreTrainedTokenizerFast"
+    file.write_text(json.dumps(written, indent=2, sort_keys=True) + "\n")
+
+
 @torch.no_grad()
 def bits_per_byte(model: torch.nn.Module, tokens: torch.Tensor) -> float:
     windows = tokens[: len(tokens) // SEQUENCE * SEQUENCE].view(-1, SEQUENCE)
@@ -140,7 +151,7 @@ def main() -> None:
 
     model, heldout = train(args.minutes, args.seed)
     model.save_pretrained(args.out)
-    tokenizer().save_pretrained(args.out)
+    save_tokenizer(args.out)
     (args.out / "heldout.txt").write_bytes(heldout)
     print(f"wrote {args.out}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import subprocess
 import sys
@@ -42,7 +43,12 @@ def test_its_tokens_are_bytes(tmp_path):
     """Of the tokenizer in the folder, also after `quantize`, and of the one that the script would write."""
     folder, out = EXAMPLES / "demo_model", tmp_path / "FOLDER"
     fp4_ops.__main__.main(["quantize", str(folder), "-o", str(out)])
-    example("train_demo_model").tokenizer().save_pretrained(tmp_path / "made")
+    example("train_demo_model").save_tokenizer(tmp_path / "made")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert json.loads((tmp_path / "made" / file).read_text()) == json.loads((folder / file).read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    # transformers 4 knows this class, and not the "TokenizersBackend" that transformers 5 writes
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast" and "backend" not in settings
     text = (folder / "heldout.txt").read_text()[:5000] + "\0\x7f\u00ad \u00e4\u20ac\U0001f600\r\n  "
     for place in (folder, out, tmp_path / "made"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(place)
