@@ -89,13 +89,19 @@ def main() -> None:
     config = AutoConfig.from_pretrained(args.model)
     if reason := why_not(config, ranks):
         fit = [n for n in range(1, ranks) if not why_not(config, n)]
-        numbers = f"such as {fit[-1]}" if fit else "or another model"
-        parser.error(f"{args.model} {reason}. Choose another number, {numbers}: torchrun --nproc-per-node N")
+        advice = f"number, such as {fit[-1]}: torchrun --nproc-per-node N" if fit else "model"
+        parser.error(f"{args.model} {reason}. Choose another {advice}")
     as_numbers = all(word.isdigit() for word in args.prompt.split())
-    tokenizer = None if as_numbers else AutoTokenizer.from_pretrained(args.model)
-    if tokenizer is not None and not tokenizer(args.prompt).input_ids:
-        # transformers makes one without a vocabulary if a folder has none
-        parser.error(f'{args.model} has no tokenizer. Give the prompt as token numbers: "17 4 25"')
+    tokenizer = None
+    if not as_numbers:
+        numbers = 'Give the prompt as token numbers: "17 4 25"'
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(args.model)
+        except Exception as error:  # each kind of tokenizer raises its own errors
+            parser.error(f"{args.model} has no tokenizer that can be loaded: {error}\n{numbers}")
+        if not tokenizer(args.prompt).input_ids:
+            # some kinds have no vocabulary if their files are missing
+            parser.error(f"{args.model} has no tokenizer. {numbers}")
     on_gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
