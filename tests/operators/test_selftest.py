@@ -6,6 +6,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import re
+import sys
+from functools import partial
 
 import pytest
 import reference
@@ -41,8 +44,16 @@ def test_every_operator_format_layout_and_kind_has_a_case():
 def test_on_a_gpu_triton_takes_kinds_in_turn(monkeypatch):
     monkeypatch.setattr(selftest, "layouts", lambda device: ["plain"])
     cases = [c for c in selftest.cases("cuda") if c.operator != "moe"]
-    assert len(cases) == len(FORMATS) * len(selftest.PRODUCTS)
-    assert {c.kind for c in cases} == {"float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4"}
+    in_turn = cases[: len(FORMATS) * len(selftest.PRODUCTS)]
+    assert {c.kind for c in in_turn} == {"float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4"}
+    assert len({(c.format, c.operator) for c in in_turn}) == len(in_turn)
+
+
+def test_on_a_gpu_fp8_rows_by_mxfp4_have_all_their_cases(monkeypatch):
+    """They have kernels of their own on compute capability 10.x."""
+    monkeypatch.setattr(selftest, "layouts", lambda device: ["plain"])
+    pair = [c for c in selftest.cases("cuda") if (c.format, c.layout, c.kind) == ("mxfp4", "plain", "fp8")]
+    assert {c.operator for c in pair} == {*selftest.PRODUCTS, "moe"}
 
 
 def test_fp4_tensor_cores_have_all_their_cases(monkeypatch):
@@ -87,6 +98,18 @@ def test_a_wrong_operator_is_found(monkeypatch, capsys, wrong):
     said = capsys.readouterr().out
     assert left.value.code == 1 and "FAILED  cpu  " in said
     assert ("RAISED" in said and "no kernel image" in said) == (wrong == "an error")
+
+
+def test_a_failure_has_a_line_of_its_own(monkeypatch, capsys):
+    """The bar of a terminal is cleared before the line, and drawn again after it."""
+    a_few(monkeypatch)
+    monkeypatch.setattr(selftest, "tqdm", partial(selftest.tqdm, file=sys.stdout, mininterval=0))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(selftest, "product", lambda case, device: (torch.ones(2), torch.zeros(2)))
+    selftest.run("cpu")
+    said = capsys.readouterr().out
+    assert "it/s" in said
+    assert all(at == 0 or said[at - 1] in "\r\n" for at in (m.start() for m in re.finditer("FAILED", said)))
 
 
 @pytest.mark.more
