@@ -23,7 +23,8 @@ def connect(
     """Lets `fp4::moe_ep` and `fp4::all_reduce` over `group` write into the other GPUs' memory.
 
     `prepare` and `load_checkpoint` call it themselves. All processes of the group must call it before a CUDA
-    graph is captured.
+    graph is captured, and each must have a GPU: a process that sees none returns at once, and the others wait
+    for it until the group's timeout.
 
     hidden_size, dtype: the size and dtype of a token.
     max_tokens: the largest number of tokens of a process in one call. A larger call uses torch.distributed's

@@ -271,6 +271,8 @@ def connect(what: str, group_name: str, device: torch.device, hidden_bytes: int,
     """Makes the group's workspace for rows of so many bytes, unless there is one. All ranks must call it.
 
     Returns "", or the reason why the ranks have none. torch.distributed's collectives then exchange the data.
+    A rank that sees no GPU returns alone, because its group may be NCCL's. The others then wait for it until
+    the group's timeout.
     """
     group = Group.named(what, group_name)
     if group.size == 1:
