@@ -4,6 +4,7 @@ at run time."""
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from ..meta.formats import SMALLEST_SIDE
 from ..meta.layouts import preferred_layout
 from ..meta.torch_internals import TracingContext, is_precompiling
 from . import advice
@@ -48,7 +50,7 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
     passes = PassLog(frame.name, frame.passes)
     if asks_for_gradients(gm, inputs):
         frame.sites = _own_calls(gm)
-        if not frame.sites or _has_stack(_floating_weights(gm, inputs)):
+        if not frame.sites or _leaves_experts(gm, inputs):
             frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
             frame.change = advice.NO_GRADIENTS
         return None, frame
@@ -190,8 +192,8 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
         return True
     if any(x.dim() >= 2 and x.dtype in BYTES for x in weights):
         return True
-    weights = _floating_weights(gm, inputs)
-    if _has_stack(weights):
+    weights = list(_floating_weights(gm, inputs).values())
+    if any(x.dim() == 3 for x in weights):
         return True
     matrices = [x for x in weights if x.dim() == 2]
     # This includes nested graphs, such as those of torch.utils.checkpoint.
@@ -199,13 +201,23 @@ def _has_expert_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     return any(_routes(n) for graph in graphs for n in graph.nodes)
 
 
-def _floating_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
-    weights = [x for n, x in _pairs(gm, inputs) if _is_fixed(n, x)]
-    return [x for x in weights if x.dtype.is_floating_point and x.dtype.itemsize > 1]
+def _floating_weights(gm: fx.GraphModule, inputs: Sequence[Any]) -> dict[fx.Node, torch.Tensor]:
+    weights = ((n, x) for n, x in _pairs(gm, inputs) if _is_fixed(n, x))
+    return {n: x for n, x in weights if x.dtype.is_floating_point and x.dtype.itemsize > 1}
 
 
-def _has_stack(weights: Sequence[torch.Tensor]) -> bool:
-    return any(x.dim() == 3 for x in weights)
+_LISTED = re.compile(r"experts?\[\d+\]")
+
+
+def _leaves_experts(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Return whether a graph that calls fp4 operators has other experts, too: a stack of matrices, or
+    matrices in a list of that name. Kernels of convolutions, tables and adapters have a smaller side."""
+    for node, x in _floating_weights(gm, inputs).items():
+        if x.dim() not in (2, 3) or min(x.shape[-2:]) < SMALLEST_SIDE:
+            continue
+        if len(x) > 1 if x.dim() == 3 else _LISTED.search(input_name(node)):
+            return True
+    return False
 
 
 def _own_calls(gm: fx.GraphModule) -> list[Site]:

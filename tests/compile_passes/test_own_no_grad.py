@@ -6,6 +6,7 @@ import pytest
 import torch
 from moe_models import Block, Recorder, build, relative_error, tokens
 from recorder import fake_quantised
+from torch import nn
 
 import fp4_ops
 
@@ -93,3 +94,34 @@ def test_other_experts_of_such_a_model_are_named():
     recorder = Recorder()
     torch.compile(prepared(layers=2), backend=recorder)(tokens(2, 5))
     assert "gradients may be asked for" in recorder.frames[0].note
+
+
+class Beside(nn.Module):
+    """A prepared model that trains, beside another module."""
+
+    def __init__(self, other: nn.Module) -> None:
+        super().__init__()
+        self.model, self.other = prepared(), other
+        self.places = nn.Parameter(torch.randn(1, 40, 64))
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, labels=ids).loss + self.other(x + self.places).mean()
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(64, 48) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum(expert(x) * x[..., :1].sigmoid() for expert in self.experts)
+
+
+@pytest.mark.parametrize("other", [nn.Conv1d(40, 64, 3), Looped()], ids=["convolution and table", "experts"])
+def test_what_else_trains_beside_prepared_experts(other):
+    """A stack of kernels or a table of places is no stack of experts."""
+    recorder = Recorder()
+    torch.compile(Beside(other), backend=recorder)(tokens(2, 5), torch.randn(2, 40, 64)).backward()
+    (frame,) = recorder.frames
+    assert [s.op for s in frame.sites] == ["fp4::moe"]
+    assert ("gradients may be asked for" in frame.note) == isinstance(other, Looped)

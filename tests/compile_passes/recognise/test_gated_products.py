@@ -204,9 +204,9 @@ def test_gates_show_that_matrices_are_experts(cls):
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (SigmoidGates, f"matrices of kernel ({H} x {N} x {E})"), (OwnAttention, "no softmax over the matrices"),
-        (Fields, "nothing routes rows"), (SummedHeads, "no softmax"),
-        (SummedSplitHeads, "nothing routes rows"),
+        (SigmoidGates, f"matrices of kernel ({H} x {N} x {E})"),
+        (OwnAttention, "no softmax over the matrices"), (Fields, "nothing routes rows"),
+        (SummedHeads, "no softmax"), (SummedSplitHeads, "nothing routes rows"),
         more(StackedFields, "nothing routes rows"),
         more(ParameterGates, "no softmax"), more(Average, "no softmax"),
     ],
