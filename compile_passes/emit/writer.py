@@ -260,7 +260,7 @@ class Writer:
         why: the reason why no better operator was possible.
         """
         sources = list(dict.fromkeys(n for p in packed for n in p.sources))
-        stored = [n for n in sources if self.facts.in_4_bits(n)]
+        stored = {n: self.facts.stored[n].way.kind for n in sources if self.facts.in_4_bits(n)}
         values = [value(n) for n in sources if n not in stored]
         before, after = sum(v.numel() * v.dtype.itemsize for v in values), 0
         for p in packed:
@@ -268,7 +268,6 @@ class Writer:
             size = sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in made)
             after += size
             before += size if p.sources[0] in stored else 0
-        kinds = ", ".join(dict.fromkeys(self.facts.stored[n].way.kind for n in stored))
         spec = packed[0].spec
         return Site(
             module=module_path(at),
@@ -277,7 +276,7 @@ class Writer:
             where=location(at),
             weights=tuple(input_name(self.facts.inputs_of(n)[0]) for n in sources),
             shape=shape_text,
-            form=form + (f", weights from {kinds}" if stored else ""),
+            form=form + (f", weights from {', '.join(dict.fromkeys(stored.values()))}" if stored else ""),
             kernel=kernel(value(sources[0]).device.type, spec.layout),
             format=spec.format,
             layout=spec.layout,

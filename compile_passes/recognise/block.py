@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any, Generic, TypeVar
@@ -443,18 +443,23 @@ class Mixture:
         return {p.ref.node for b in branches for p in (*b.up, b.down)}
 
     @property
+    def _representatives(self) -> Sequence[Branch]:
+        """Return branches that show what differs among all of them."""
+        return self.two if isinstance(self.branches, EvenBranches) else self.branches
+
+    @property
     def after_shared(self) -> bool:
         """Return whether all experts have the same up product: a layer before experts of one Linear each."""
-        branches = self.two if isinstance(self.branches, EvenBranches) else self.branches
         own = self.common.up, self.common.up_bias
-        return all((b.up, b.up_bias) == own for b in branches)
+        return all((b.up, b.up_bias) == own for b in self._representatives)
 
     @property
     def part_shared(self) -> Matrix | None:
         """Return a matrix that all experts share, other than a whole layer before them. It is no expert's."""
-        branches = self.two if isinstance(self.branches, EvenBranches) else self.branches
         before = () if self.after_shared else range(len(self.common.up))
-        parts = [[b.up[i] for b in branches] for i in before] + [[b.down for b in branches]]
+        parts = [[b.up[i] for b in self._representatives] for i in before] + [
+            [b.down for b in self._representatives]
+        ]
         return next((p[0] for p in parts if len(p) > 1 and all(q == p[0] for q in p)), None)
 
     def parts(self, of: Callable[[Branch], tuple[Matrix | None, ...]]) -> Experts:

@@ -60,7 +60,8 @@ _CHOICES = (
     aten.topk, aten.argmax, aten.argmin, aten.sort, aten.argsort, aten.histc, aten.bincount, aten.nonzero,
     aten.multinomial, aten.kthvalue,
 )  # fmt: skip
-_SOFT = (aten._softmax, aten.softmax, aten.sigmoid, aten.relu, aten.softplus)
+_SOFTMAX = (aten._softmax, aten.softmax)
+_SOFT = (*_SOFTMAX, aten.sigmoid, aten.relu, aten.softplus)
 _POSITIVE = (aten.relu, aten.softplus)
 """Names the operators of `_SOFT` that do not limit scores from above."""
 _ATTENTION = (
@@ -140,13 +141,13 @@ class Evidence:
         hard = _chooses(node) or not self._hard.isdisjoint(inputs)
         if hard and self._is_picked(node):
             return
-        if hard and not is_op(node, aten._softmax, aten.softmax):
+        if hard and not is_op(node, *_SOFTMAX):
             self._hard.add(node)
         made_of = self._made_of(node)
         hard = hard and is_tensor(node)  # values of a topk are scores only if it chose among scores
         if hard or is_op(node, *_SOFT) or self._soft.issuperset(made_of or [node]):
             self._soft.add(node)
-        if hard or is_op(node, aten._softmax, aten.softmax) or self._gates.issuperset(made_of or [node]):
+        if hard or is_op(node, *_SOFTMAX) or self._gates.issuperset(made_of or [node]):
             self._gates.add(node)
         if node in self._soft or not self._weighted.isdisjoint(inputs):
             self._weighted.add(node)
@@ -478,7 +479,7 @@ def _attends(weight: Term, e: set[Axis], summed: set[Axis] | None) -> bool:
     """Return whether weights are a softmax over what else is summed, not over the experts: attention, whose
     heads are added up. If `summed` is None, over anything but the experts."""
     ref = weight if isinstance(weight, Ref) else getattr(weight, "ref", None)
-    if ref is None or not is_op(ref.node, aten._softmax, aten.softmax):
+    if ref is None or not is_op(ref.node, *_SOFTMAX):
         return False
     along = free_axes(ref.index[integer(ref.node, 1)])
     return not along & e and (summed is None or bool(along & summed))
@@ -512,7 +513,7 @@ def _passes_on(node: fx.Node) -> bool:
 def _decides(node: fx.Node) -> bool:
     if is_op(node, aten.max, aten.min):
         return len(node.args) > 1
-    return is_op(node, *_CHOICES, aten._softmax, aten.softmax, aten._log_softmax, aten.log_softmax)
+    return is_op(node, *_CHOICES, *_SOFTMAX, aten._log_softmax, aten.log_softmax)
 
 
 def _indices(node: fx.Node) -> list[fx.Node]:

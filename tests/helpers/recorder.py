@@ -3,7 +3,7 @@ fp4_ops."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -72,3 +72,15 @@ class Recorder:
     @property
     def reasons(self) -> str:
         return " | ".join(s.reason for s in self.sites)
+
+
+@torch.no_grad()
+def check_lengths(
+    recorder: Recorder, module: torch.nn.Module, exact: torch.nn.Module, inputs: Iterable[torch.Tensor]
+) -> None:
+    """Compares one module, compiled for any length, with `exact` in float64; with itself if nothing is
+    rewritten."""
+    run = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True)
+    for x in inputs:
+        got = run(x)
+        assert relative_error(got, exact(x.double()) if recorder.ops else module(x)) < 1e-5

@@ -40,7 +40,7 @@ def test_the_checkpoint_is_small():
 
 
 def test_its_tokens_are_bytes(tmp_path):
-    """Of the tokenizer in the folder, also after `quantize`, and of the one that the script would write."""
+    """Each byte is a token of its own value: in the folder, after `quantize`, and from the script."""
     folder, out = EXAMPLES / "demo_model", tmp_path / "FOLDER"
     fp4_ops.__main__.main(["quantize", str(folder), "-o", str(out)])
     example("train_demo_model").save_tokenizer(tmp_path / "made")

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import more
-from recorder import Recorder, fake_quantised, relative_error
+from recorder import Recorder, check_lengths, fake_quantised
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
@@ -162,13 +162,7 @@ def twin(module: nn.Module) -> nn.Module:
 def compiled(module: nn.Module) -> Recorder:
     """Compare two lengths of one compilation by Inductor with float64."""
     recorder = Recorder(run=compile_fx, activation="bf16", format=FORMAT)
-    run, exact = torch.compile(module, backend=recorder, dynamic=True, fullgraph=True), twin(module)
-    with torch.no_grad():
-        for n in (12, 18):
-            x = torch.randn(n, H)
-            got = run(x)
-            want = exact(x.double()) if recorder.ops else module(x)
-            assert relative_error(got, want) < 1e-5
+    check_lengths(recorder, module, twin(module), (torch.randn(n, H) for n in (12, 18)))
     assert recorder.compilations == 1
     return recorder
 

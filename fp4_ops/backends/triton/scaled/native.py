@@ -1,5 +1,5 @@
 """Multiplies FP4 rows by FP4 weights with the CUDA kernels of csrc/sm100 and csrc/sm120, not with Triton's.
-Those of csrc/sm100 also multiply fp8 rows by mxfp4 weights.
+The kernels of csrc/sm100 also multiply fp8 rows by mxfp4 weights.
 
 They run on GPUs of compute capability 10.x and 12.x that `_sm80.so` was built for.
 Nobody has run them on a GPU: they were only compiled and emulated. So each format's first use on a GPU is
