@@ -96,7 +96,7 @@ def prepare(
     if hasattr(model, "save_pretrained") and any(m.calls_moe for m in report.modules):
         from .integrations.transformers.quantizer import attach  # which imports transformers
 
-        attach(model, format, activation, trainable_inputs, batch_invariant)
+        attach(model, report, format, activation, trainable_inputs, batch_invariant)
     if gpu_memory is not None:
         report.memory = place_experts(model, gpu_memory)
     return report

@@ -17,7 +17,15 @@ from ..meta.formats import known_activation
 from ..meta.layouts import LAYOUTS, preferred_layout
 from ..quantization import find_method
 from .expert_lists import find_lists
-from .pack_experts import A_FORMATS, Quantizer, check_finite, choose_implementation, finish_module
+from .pack_experts import (
+    A_FORMATS,
+    Quantizer,
+    check_finite,
+    choose_implementation,
+    chosen_a_format,
+    finish_module,
+)
+from .prepare_report import PreparedModule, PrepareReport
 
 
 class ArrivingExperts:
@@ -50,12 +58,15 @@ class ArrivingExperts:
         """For each parameter name: the experts module, and "gate_up" or "down"."""
         self._others: dict[str, list[str]] = {}
         """For each experts module: the others in `same` that have its weights."""
+        self._refusals: dict[str, str] = {}
+        self._sizes: dict[str, tuple[int, int]] = {}
+        """For each experts module: the bytes of its weights before and after they were packed."""
         self._quantizer: Quantizer | None = None
-        self._dtype = torch.bfloat16
+        self._device, self._dtype = "cpu", torch.bfloat16
         if any(find_lists(model)):
             return
         try:
-            self.found, self.plans, _ = find_experts(model)
+            self.found, self.plans, self._refusals = find_experts(model)
         except ValueError:  # there is nothing to prepare; pack_experts raises the error later
             return
         self._shapes = {
@@ -106,6 +117,8 @@ class ArrivingExperts:
             weight, name, matrix, transposed=p.transposed,
             interleaved=split and LAYOUTS[quantizer.layout].interleaved,
         )  # fmt: skip
+        before, after = self._sizes.get(name, (0, 0))
+        self._sizes[name] = (before + weight.nbytes, after + packed.num_bytes)
         owners = {
             id(m): m for n in (name, *self._others.get(name, ())) if (m := self.found.get(n)) is not None
         }
@@ -119,6 +132,7 @@ class ArrivingExperts:
 
     def _quantizer_for(self, weight: Tensor) -> Quantizer:
         device, self._dtype = weight.device.type, weight.dtype
+        self._device = device
         wanted = A_FORMATS[self.activation] or "auto"
         layout = preferred_layout(
             device, *self._shapes, dtype=weight.dtype, format=self.format, a_format=wanted,
@@ -141,3 +155,27 @@ class ArrivingExperts:
         if done:
             choose_implementation(model)
         return done
+
+    def report(self, done: list[str], rest: PrepareReport | None) -> PrepareReport:
+        """Returns the report of `prepare` for a model whose weights have arrived.
+
+        done: the experts that `finish` returned.
+        rest: the report of `pack_experts` for the same model, if it was called after `finish`.
+        """
+        if not done:
+            assert rest is not None  # pack_experts raises if there is nothing to pack
+            return rest
+        assert self._quantizer is not None
+        layout = self._quantizer.layout
+        a_format = chosen_a_format(self.activation, self._device, layout)
+        report = rest or PrepareReport(self.format, layout, a_format)
+        others = {module.name: module for module in report.modules}
+        others |= {name: self._prepared(name) for name in done}
+        report.modules = [
+            others.get(name) or PreparedModule(name, self._refusals[name]) for name in self.found
+        ]
+        return report
+
+    def _prepared(self, name: str) -> PreparedModule:
+        p = self.plans[name]
+        return PreparedModule(name, "", p.gate, p.shape, *self._sizes.get(name, (0, 0)))

@@ -92,9 +92,7 @@ def pack_experts(
     if device == "cpu":
         return_freed_memory()
 
-    a_format = A_FORMATS[activation] or f"{auto_a_format(device, layout)} (auto)"
-    if not plans:
-        a_format = "none"
+    a_format = chosen_a_format(activation, device, layout) if plans else "none"
     exchange = connect_model(model, dtype, max_tokens)
     report = PrepareReport(
         format, layout, a_format, exchange=exchange, division=_division(model, found, plans)
@@ -111,6 +109,11 @@ def pack_experts(
         report.modules.append(PreparedModule(name, "", OWN_CODE, summary(modules), *of_lists[name]))
     report.modules += [PreparedModule(name, reason) for name, reason in unlike.items()]
     return report
+
+
+def chosen_a_format(activation: str, device: str, layout: str) -> str:
+    """Returns the format of the activations in products of packed experts, as reports say it."""
+    return A_FORMATS[activation] or f"{auto_a_format(device, layout)} (auto)"
 
 
 def finish_module(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from transformers.quantizers import auto
 
 import fp4_ops
 from fp4_ops.checkpoints.files import CheckpointError
+from fp4_ops.experts import find
 from fp4_ops.experts.find import is_experts
 from fp4_ops.integrations.transformers.quantizer import METHOD, FP4Config
 from fp4_ops.models.arriving import ArrivingExperts
@@ -62,10 +64,11 @@ def test_layers_outside_the_experts(tied, tmp_path):
     """Loading gives the same weights as `prepare`, and the saved folder loads with the same values."""
     outside = {"attention": "nvfp4", "head": "nvfp4"}
     want = folder_of("qwen3_moe", tmp_path, tie_word_embeddings=tied)
-    fp4_ops.prepare(want, "nvfp4", **outside)
+    report = fp4_ops.prepare(want, "nvfp4", **outside)
     model = AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=FP4Config("nvfp4", **outside), dtype=torch.bfloat16
     )
+    assert model.hf_quantizer.report == report and len(report.outside) == 2
     assert isinstance(model.lm_head.weight, FP4Tensor)
     assert type(model.get_input_embeddings().weight) is torch.nn.Parameter
     ids = torch.randint(0, 64, (2, 5))
@@ -80,6 +83,26 @@ def test_layers_outside_the_experts(tied, tmp_path):
         FP4Config(head="nvfp4", trainable_inputs=True)
     with pytest.raises(ValueError, match="dense is 'mxfp4', and the model has no such linear layer"):
         AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=FP4Config(dense="mxfp4"))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_report_is_that_of_prepare(family, refused, tmp_path, monkeypatch):
+    """refused: the experts of the second layer are left alone."""
+    want, calls, plan = folder_of(family, tmp_path), itertools.cycle([False, refused]), find.plan
+
+    def planned(module):
+        if next(calls):
+            raise find.Refusal("the test refuses it")
+        return plan(module)
+
+    monkeypatch.setattr(find, "plan", planned)
+    report = fp4_ops.prepare(want, "mxfp4", activation="bf16")
+    assert [bool(m.reason) for m in report.modules] == [False, refused]
+    assert want.hf_quantizer.report is report
+    config = FP4Config("mxfp4", activation="bf16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    assert model.hf_quantizer.report == report
 
 
 def test_experts_that_no_key_fits_are_an_error(tmp_path):

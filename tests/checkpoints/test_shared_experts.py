@@ -122,7 +122,9 @@ def test_a_folder_in_16_bits_becomes_one_copy(cls: Any, how: str, each: bool, tm
     like = FP4Config("mxfp4", activation="bf16")
     loaded, info = cls.from_pretrained(folder, quantization_config=like, output_loading_info=True)
     assert not any(info.values()), info
-    fp4_ops.prepare(model, "mxfp4", activation="bf16")
+    report = fp4_ops.prepare(model, "mxfp4", activation="bf16")
+    if how == "FP4Config":  # bytes are counted once there, too
+        assert loaded.hf_quantizer.report == report
     for one in (loaded, cls.from_pretrained(save(loaded, tmp_path / "again"), quantization_config=like)):
         assert copies(one) == 4
         torch.testing.assert_close(logits(one), logits(model), rtol=0, atol=0)

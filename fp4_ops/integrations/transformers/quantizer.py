@@ -52,6 +52,7 @@ from ...models.arriving import ArrivingExperts
 from ...models.expert_parallel import connect_model
 from ...models.outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
 from ...models.pack_experts import pack_experts
+from ...models.prepare_report import PrepareReport
 from . import expert_parallel
 from .on_load import PackOnLoad, check_read, shared_names
 from .save import name_failed_files, state_dict_for_saving
@@ -66,7 +67,8 @@ class FP4Config(QuantizationConfigMixin):
     """Config for 4-bit experts: `from_pretrained(..., quantization_config=FP4Config("nvfp4"))`.
 
     A folder that is in 4 bits already keeps its formats. For it, all options except `format`, `attention`,
-    `dense` and `head` apply.
+    `dense` and `head` apply. For other folders `model.hf_quantizer.report` is the report of `prepare`: what
+    was packed, and what was left alone, with the reason.
 
     format: quantise a checkpoint that is not in 4 bits to this format when it is loaded.
     activation, attention, dense, head, batch_invariant: as in `fp4_ops.prepare`.
@@ -136,7 +138,8 @@ class FP4HfQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: FP4Config
 
-    report: LoadReport | None = None
+    report: LoadReport | PrepareReport | None = None
+    """What was done to the experts: a LoadReport for a folder in 4 bits, else the report of `prepare`."""
     _pack: Any = None
     """A PackOnLoad, if the folder is in 16 bits."""
     _files: list[str]
@@ -260,17 +263,19 @@ class FP4HfQuantizer(HfQuantizer):
         done = self._pack.arriving.finish(model)
         if done:
             _device_of(model)  # raises ValueError for experts that are to be offloaded
-        rest = [name for name in self._pack.arriving.plans if name not in done]
-        packed = bool(done)
-        if rest or not done:
+        report = None
+        if not done or len(done) < len(self._pack.arriving.plans):
             report = pack_experts(
                 model, config.format, config.activation, trainable_inputs=config.trainable_inputs,
                 batch_invariant=config.batch_invariant,
             )  # fmt: skip
-            packed = packed or any(m.calls_moe for m in report.modules)
-        outside.pack()
-        if packed:
-            attach(model, config.format, config.activation, config.trainable_inputs, config.batch_invariant)
+        self.report = prepared = self._pack.arriving.report(done, report)
+        prepared.outside = outside.pack()
+        if any(m.calls_moe for m in prepared.modules):
+            attach(
+                model, prepared, config.format, config.activation, config.trainable_inputs,
+                config.batch_invariant,
+            )  # fmt: skip
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
         """Returns whether transformers passes the weight to `get_quantize_ops` as soon as it has read it."""
@@ -557,15 +562,18 @@ def registered() -> Iterator[None]:
 
 def attach(
     model: nn.Module,
+    report: PrepareReport,
     format: str,
     activation: str,
     trainable_inputs: bool = False,
     batch_invariant: bool = False,
 ) -> None:
-    """Makes `save_pretrained` of a model that `prepare` changed write a 4-bit folder."""
+    """Makes `save_pretrained` of a model that `prepare` changed write a 4-bit folder, and keeps the report in
+    `model.hf_quantizer.report`."""
     if isinstance(model, PreTrainedModel):
         config = FP4Config(
             format, activation, trainable_inputs=trainable_inputs, batch_invariant=batch_invariant
         )
         quantizer = FP4HfQuantizer(config, pre_quantized=False)
+        quantizer.report = report
         model.hf_quantizer = quantizer  # type: ignore[assignment]
