@@ -43,6 +43,7 @@ from .files import (
     write_json,
 )
 from .folder import Folder
+from .model_card import CARD, write_card
 from .progress import progress_bar
 from .resume import Progress
 
@@ -79,15 +80,20 @@ class ConvertReport:
     linears: Mapping[str, int] = field(default_factory=dict)
     """The number of linear layers outside the experts that are in 4 bits, too, by format."""
 
-    def __str__(self) -> str:
-        resumed = f" ({self.resumed} from an earlier run)" if self.resumed else ""
+    @property
+    def contents(self) -> str:
+        """Says what is in 4 bits, and in which dialect it is stored."""
         counts = {self.format: [f"{self.matrices} expert matrices"]}
         for format, count in self.linears.items():
             counts.setdefault(format, []).append(f"{count} linear layers")
         what = ", ".join(f"{' and '.join(kinds)} in {format}" for format, kinds in counts.items())
+        return f"{what}, stored as {self.dialect}"
+
+    def __str__(self) -> str:
+        resumed = f" ({self.resumed} from an earlier run)" if self.resumed else ""
         files = f"{self.files} file{'s' * (self.files != 1)}"
         lines = [
-            f"{self.out}: {what}, stored as {self.dialect}, {files}{resumed}, "
+            f"{self.out}: {self.contents}, {files}{resumed}, "
             f"{_size(self.bytes_before)} -> {_size(self.bytes_after)}"
         ]
         if self.unseen:
@@ -451,7 +457,7 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
             {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))},
         )
     # ModelOpt's file says how the source was stored, as its config.json did.
-    skip = {"config.json", "hf_quant_config.json", *results}
+    skip = {"config.json", "hf_quant_config.json", CARD, *results}
     for file in sorted(folder.path.iterdir()):
         adapter = file.name.startswith("adapter_model.")  # adapter_config.json is useless without it
         if file.is_file() and file.name not in skip and (adapter or not file.name.endswith(_WEIGHTS)):
@@ -460,10 +466,8 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
     if text := own.get("text_config"):
         own["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}
     config = {**own, "quantization_config": plan.stored}
-    write_json(to / "config.json", config)
-    progress.file.unlink()
     before = sum(t.nbytes for t in folder.tensors.values())
-    return ConvertReport(
+    report = ConvertReport(
         to,
         plan.format,
         " and ".join(dict.fromkeys(d.name for d in plan.dialects.values())),
@@ -476,3 +480,18 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
         plan.matrices - len(layers) if layers else 0,
         Counter(plan.outside.values()),
     )
+    _write_card(plan, report, progress.job)
+    write_json(to / "config.json", config)
+    progress.file.unlink()
+    return report
+
+
+def _write_card(plan: Plan, report: ConvertReport, job: Mapping[str, Any]) -> None:
+    eight = f", but those in 8 bits became {str(plan.dtype).removeprefix('torch.')}" if plan.eight else ""
+    facts = [report.contents, f"all other weights as they were{eight}", f"method `{job['method']}`"]
+    options = {"format": plan.format, "method": job["method"], **job.get("outside the experts", {})}
+    if text := job.get("calibration"):
+        windows, length = text["shape"]
+        facts[-1] += f", calibrated with {windows} windows of {length} tokens"
+        options |= {"calibration": "TEXT", "calibration-windows": str(windows), "length": str(length)}
+    write_card(plan.folder.path, report.out, facts, options)

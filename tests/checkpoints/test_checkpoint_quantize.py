@@ -157,7 +157,7 @@ def test_files_with_weights_are_not_copied(tmp_path):
         (tmp_path / "bf16" / name).write_text("{}")
     quantize_checkpoint(tmp_path / "bf16", tmp_path / "out", progress=False)
     assert {f.name for f in (tmp_path / "out").iterdir()} - {"generation_config.json"} == {
-        "config.json", "model.safetensors", *also
+        "config.json", "model.safetensors", "README.md", *also
     }  # fmt: skip
 
 
