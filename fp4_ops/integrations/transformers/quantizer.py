@@ -139,7 +139,7 @@ class FP4HfQuantizer(HfQuantizer):
     quantization_config: FP4Config
 
     report: LoadReport | PrepareReport | None = None
-    """What was done to the experts: a LoadReport for a folder in 4 bits, else the report of `prepare`."""
+    """Says what became of the experts: a LoadReport for a folder in 4 bits, else the report of `prepare`."""
     _pack: Any = None
     """A PackOnLoad, if the folder is in 16 bits."""
     _files: list[str]
