@@ -3,6 +3,8 @@
 // cores.
 #pragma once
 
+#include <cuda.h>
+
 #include "../device/prefill_schedule.cuh"
 #include "../device/types.cuh"
 #include "products.h"
@@ -11,10 +13,10 @@ namespace fp4::sm100 {
 
 using namespace device;
 
-constexpr int kRows = 128;        // weight rows of a tile
+constexpr int kRows = 128;        // weight rows of a block's part of a tile
 constexpr int kRowBytes = 128;    // of a row in shared memory, in a step
 constexpr int kParts = 4;         // instructions of a step, each of 32 of these bytes
-constexpr int kBoxRows = 32;      // rows of X that one copy brings
+constexpr int kBoxRows = 16;      // rows of X that one copy brings
 constexpr int kEachTokens = 16;   // the tensor cores compute this many tokens or a multiple
 constexpr int kBlockBytes = 512;  // scales of 128 rows, four of each
 constexpr int kBlockColumns = 4;  // columns of tensor memory for these scales
@@ -30,12 +32,18 @@ struct Problem : ScaledProduct {
   Tiling tiling;
 };
 
+// What the copy engine reads.
+struct Maps {
+  CUtensorMap codes, x, scales;
+};
+
 // Formats of the rows and the weights. kFp8: e4m3 rows by mxfp4 weights. Their tensor cores take a code of
 // four bits in a container of eight: 16 codes are 8 bytes, and 8 bytes of nothing follow.
 enum class Kind { kMxfp4, kNvfp4, kFp8 };
 
-// MaxTokens: of a tile. Stages: the steps that fit in shared memory.
-template <Kind kKind, int MaxTokens_, int Stages_, class Widths_>
+// Ctas: the thread blocks that share a tile, one or two. Two are a cluster. Each has 128 weight rows, and
+// half of the tokens in shared memory. MaxTokens: of a tile. Stages: the steps that fit in shared memory.
+template <Kind kKind, int Ctas_, int MaxTokens_, int Stages_, class Widths_>
 struct ProductConfig {
   using Widths = Widths_;
   static constexpr Kind Formats = kKind;
@@ -46,19 +54,20 @@ struct ProductConfig {
   static constexpr int PartScales = Part / ScaleBlock;
   static constexpr int BlockParts = 4 / PartScales;  // parts whose scales a block has
   static constexpr int StepBlocks = kParts / BlockParts;
-  static constexpr int MaxTokens = MaxTokens_, Stages = Stages_;
+  static constexpr int Ctas = Ctas_, MaxTokens = MaxTokens_, Stages = Stages_;
   static constexpr int Blocks = ceil_div(MaxTokens, 128);  // of scales of X side by side
   // Columns of tensor memory: two buffers of sums, then the scales of a step.
   static constexpr int ScaleColumn = kBuffers * MaxTokens;
   static constexpr int XScaleColumn = ScaleColumn + StepBlocks * kBlockColumns;
-  static_assert(MaxTokens % kBoxRows == 0 && Widths::kMost == MaxTokens);
+  static_assert(Ctas == 1 || Ctas == 2);
+  static_assert(MaxTokens % (Ctas * kBoxRows) == 0 && Widths::kMost == MaxTokens);
   static_assert(XScaleColumn + StepBlocks * kBlockColumns * Blocks <= kColumns);
 };
 
 template <class Config>
 struct alignas(1024) SharedStorage {
   uint8_t codes[Config::Stages][kRows * kRowBytes];
-  uint8_t x[Config::Stages][Config::MaxTokens * kRowBytes];
+  uint8_t x[Config::Stages][Config::MaxTokens / Config::Ctas * kRowBytes];
   uint8_t scales[Config::Stages][Config::StepBlocks * kBlockBytes];
   uint8_t x_scales[Config::Stages][Config::Blocks * Config::StepBlocks * kBlockBytes];
   uint64_t full[Config::Stages], empty[Config::Stages];
@@ -87,11 +96,12 @@ __device__ __forceinline__ uint64_t scales_descriptor(uint32_t smem) {
   return kDescriptorVersion | stride_between_eight_rows(8 * 16) | kLeading | (smem & 0x3FFFF) >> 4;
 }
 
-// e2m1 by e2m1 or e4m3, scales of ue4m3 (nvfp4) or ue8m0 (others), 128 rows by `tokens`. With e4m3 the types
-// of operands have other numbers: e2m1 is 5, e4m3 is 0.
-template <Kind kKind>
+// e2m1 by e2m1 or e4m3, scales of ue4m3 (nvfp4) or ue8m0 (others), 128 rows of each block by `tokens`. With
+// e4m3 the types of operands have other numbers: e2m1 is 5, e4m3 is 0.
+template <Kind kKind, int kCtas>
 __device__ __forceinline__ uint32_t instruction_descriptor(int tokens) {
-  constexpr uint32_t kE2m1A = 1 << 7, kE2m1B = 1 << 10, kRowsOfA = kRows / 128 << 27, kUe8m0 = 1 << 23;
+  constexpr uint32_t kE2m1A = 1 << 7, kE2m1B = 1 << 10, kRowsOfA = kCtas * kRows / 128 << 27;
+  constexpr uint32_t kUe8m0 = 1 << 23;
   constexpr uint32_t kTypes = kKind == Kind::kFp8 ? 5 << 7 : kE2m1A | kE2m1B;
   return kTypes | kRowsOfA | (kKind == Kind::kNvfp4 ? 0 : kUe8m0) | static_cast<uint32_t>(tokens / 8) << 17;
 }

@@ -2,6 +2,7 @@
 // launches.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <iterator>
@@ -15,30 +16,35 @@ namespace fp4::sm100 {
 struct Candidate {
   const char* name;
   int tokens;
-  int (*launch)(const CUtensorMap& codes, const CUtensorMap& x, const Problem&, int blocks, cudaStream_t);
+  int (*launch)(const Maps&, const Problem&, int multiprocessors, cudaStream_t);
 };
 
+// A block for each multiprocessor, or a pair for two.
 template <class Config>
-int launch(const CUtensorMap& codes, const CUtensorMap& x, const Problem& problem, int blocks,
-           cudaStream_t stream) {
+int launch(const Maps& maps, const Problem& all, int multiprocessors, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedStorage<Config>);
   static_assert(kBytes <= kMostShared);
   auto kernel = product_kernel<Config>;
   static std::atomic<uint64_t> allowed;
   if (const cudaError_t error = allow_shared(kernel, kBytes, allowed); error != cudaSuccess) return error;
-  return launch_kernel(kernel, {dim3(blocks), dim3(kThreads), kBytes}, false, stream, codes, x, problem);
+  Problem problem = all;
+  problem.tiling.columns = ceil_div(all.n, Config::Ctas * kRows);
+  const int clusters = std::max(1, multiprocessors / Config::Ctas);
+  const LaunchShape shape = {dim3(clusters * Config::Ctas), dim3(kThreads), kBytes, Config::Ctas};
+  return launch_kernel(kernel, shape, false, stream, maps, problem);
 }
 
-// ProductConfig<formats, tokens, stages, widths>, in falling order of their tokens. Each fills the shared
-// memory of a multiprocessor. Of the widths, only how a group is cut depends: products have as many tokens as
-// a tile.
+// ProductConfig<formats, thread blocks, tokens, stages, widths>, in falling order of their tokens. Each fills
+// the shared memory of a multiprocessor. Of the widths, only how a group is cut depends: products have as
+// many tokens as a tile.
 template <Kind kKind>
 constexpr Candidate kCandidates[] = {
-    {"rows 128, tokens 192, stages 4", 192,
-     launch<ProductConfig<kKind, 192, 4, WidthList<192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>>>},
-    {"rows 128, tokens 128, stages 6", 128,
-     launch<ProductConfig<kKind, 128, 6, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
-    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<kKind, 32, 9, WidthList<32, 16>>>},
+    {"rows 256, tokens 224, stages 6", 224,
+     launch<ProductConfig<kKind, 2, 224, 6,
+                          WidthList<224, 208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>>>},
+    {"rows 256, tokens 128, stages 8", 128,
+     launch<ProductConfig<kKind, 2, 128, 8, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
+    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<kKind, 1, 32, 9, WidthList<32, 16>>>},
 };
 constexpr int kCandidateCount = std::size(kCandidates<Kind::kNvfp4>);
 
@@ -57,6 +63,20 @@ inline bool encode_codes(CUtensorMap* map, const void* codes, int64_t rows, int 
                          CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// Makes the map of the weights' scales, a row for each 128 rows of weights. A box has those of a step.
+inline bool encode_scales(CUtensorMap* map, const void* scales, int64_t rows, int blocks, int step_blocks) {
+  constexpr int kEach = 8;  // bytes of an element: a box has at most 256
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(blocks * (kBlockBytes / kEach)),
+                               static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {sizes[0] * kEach};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(step_blocks * (kBlockBytes / kEach)), 1};
+  const cuuint32_t ones[2] = {1, 1};
+  return driver_encode()(map, CU_TENSOR_MAP_DATA_TYPE_INT64, 2, const_cast<void*>(scales), sizes, strides,
+                         box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 // Returns 0, a cudaError_t or a LaunchError.
 inline int run(const ScaledProduct& a) {
   if (!is_valid(a, a.x_fp8 ? 128 : 64, 16, kCandidateCount)) return kBadArgument;
@@ -65,19 +85,21 @@ inline int run(const ScaledProduct& a) {
   if (const cudaError_t error = current_gpu(gpu); error != cudaSuccess) return error;
   if (gpu.major != 10) return cudaErrorNoKernelImageForDevice;
   if (driver_encode() == nullptr) return kNoDriver;
-  CUtensorMap codes, x;
+  Maps maps;
   const int64_t rows = int64_t(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
-  if (!encode_codes(&codes, a.codes, int64_t(a.groups) * a.n, a.k / 2, kRows, a.x_fp8) ||
-      !encode_codes(&x, a.x, rows, a.x_fp8 ? a.k : a.k / 2, kBoxRows))
+  const int64_t scale_rows = int64_t(a.groups) * ceil_div(a.n, kRows);
+  const int scale_blocks = ceil_div(a.k, a.nvfp4 ? 64 : 128), step_blocks = a.nvfp4 ? 4 : a.x_fp8 ? 1 : 2;
+  if (!encode_codes(&maps.codes, a.codes, int64_t(a.groups) * a.n, a.k / 2, kRows, a.x_fp8) ||
+      !encode_codes(&maps.x, a.x, rows, a.x_fp8 ? a.k : a.k / 2, kBoxRows) ||
+      !encode_scales(&maps.scales, a.scales, scale_rows, scale_blocks, step_blocks))
     return kBadArgument;
-  const Problem problem = {
-      a,
-      {{a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, kRows), ceil_div(a.k, a.x_fp8 ? 128 : 256), 0}};
+  const Problem problem = {a,
+                           {{a.mode, a.group_rows, a.groups, a.m}, 0, ceil_div(a.k, a.x_fp8 ? 128 : 256), 0}};
   const int number = choose(kCandidates<Kind::kNvfp4>, a);
   const Candidate& chosen = a.nvfp4   ? kCandidates<Kind::kNvfp4>[number]
                             : a.x_fp8 ? kCandidates<Kind::kFp8>[number]
                                       : kCandidates<Kind::kMxfp4>[number];
-  return chosen.launch(codes, x, problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
+  return chosen.launch(maps, problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
 }
 
 }  // namespace fp4::sm100

@@ -7,6 +7,9 @@
 // So two warps arrange them, in turn. For each step one thread copies the scales to tensor memory and starts
 // four products. Sums have two buffers in tensor memory: four warps store one while the other fills.
 //
+// Two blocks may share a tile (a pair). Each has 128 rows of the weights and of the sums, and loads half of
+// the tokens. One product of the tensor cores reads both halves, and writes the sums of both blocks.
+//
 // Nobody has run this on such a GPU. docs/kernels.md says what was compared with what.
 #pragma once
 
@@ -19,11 +22,13 @@
 
 namespace fp4::sm100 {
 
+using sm90::barrier_arrive_remote;
 using sm90::barrier_expect_bytes;
 using sm90::barrier_init_fence;
+using sm90::cluster_rank;
+using sm90::cluster_sync;
 using sm90::elect_lane;
 using sm90::fence_async_proxy;
-using sm90::load_box;
 
 // A place in a ring of `kSize`, and which time it is used: 0 or 1 in turn.
 template <int kSize>
@@ -40,55 +45,79 @@ template <class Config>
 class ProductBlock {
  public:
   using Shared = SharedStorage<Config>;
-  using Walk = TileWalk<typename Config::Widths, 1>;
+  using Walk = TileWalk<typename Config::Widths, Config::Ctas>;
+  static constexpr int kCtas = Config::Ctas;
+  static constexpr uint16_t kPair = 3;  // both blocks, a bit mask
 
-  __device__ __forceinline__ ProductBlock(Shared& shared, const Problem& problem, const CUtensorMap& codes,
-                                          const CUtensorMap& x)
-      : shared_(shared), problem_(problem), codes_(codes), x_(x) {}
+  __device__ __forceinline__ ProductBlock(Shared& shared, const Problem& problem, const Maps& maps)
+      : shared_(shared), problem_(problem), maps_(maps), rank_(kCtas == 1 ? 0 : cluster_rank()) {}
 
   __device__ __forceinline__ void run() {
     const int warp = threadIdx.x / kWarp;
     if (threadIdx.x == 0) init_barriers();
-    if (warp == kProductWarp) tensor_allocate(smem_address(&shared_.columns), kColumns);
-    tensor_fence_before();
-    __syncthreads();
-    tensor_fence_after();
+    if (warp == kProductWarp) tensor_allocate<kCtas>(smem_address(&shared_.columns), kColumns);
+    wait_for_all();
     const uint32_t columns = shared_.columns;
     if (warp == kCopyWarp) {
       copy();
     } else if (warp == kProductWarp) {
-      multiply(columns);
+      if (rank_ == 0) multiply(columns);
     } else if (warp < kStoreWarp) {
       arrange_scales(warp - kScaleWarp);
     } else {
       store(columns);
     }
-    tensor_fence_before();
-    __syncthreads();
-    tensor_fence_after();
-    if (warp == kProductWarp) tensor_free(columns, kColumns);
+    wait_for_all();
+    if (warp == kProductWarp) tensor_free<kCtas>(columns, kColumns);
   }
 
  private:
+  // Of the barriers on which products wait, a pair uses those of block 0, which starts the products.
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < Config::Stages; ++i) {
-      barrier_init(smem_address(&shared_.full[i]), 1 + kWarp);  // copies, and a warp that arranges scales
+      // The copies, and in each block a warp that arranges scales.
+      barrier_init(smem_address(&shared_.full[i]), 1 + kCtas * kWarp);
       barrier_init(smem_address(&shared_.empty[i]), 1);
     }
     for (int i = 0; i < kBuffers; ++i) {
       barrier_init(smem_address(&shared_.sums_full[i]), 1);
-      barrier_init(smem_address(&shared_.sums_empty[i]), kStoreThreads);
+      barrier_init(smem_address(&shared_.sums_empty[i]), kCtas * kStoreThreads);
     }
     barrier_init_fence();
+  }
+
+  // Waits for all threads of the block, and of the pair.
+  static __device__ __forceinline__ void wait_for_all() {
+    tensor_fence_before();
+    if constexpr (kCtas == 1) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+      cluster_sync();
+    }
+    tensor_fence_after();
+  }
+
+  // Arrives at a barrier on which products wait.
+  static __device__ __forceinline__ void arrive(uint64_t& barrier) {
+    if constexpr (kCtas == 1) {
+      barrier_arrive(smem_address(&barrier));
+    } else {
+      barrier_arrive_remote(smem_address(&barrier), 0);
+    }
+  }
+
+  // Returns this block's weight tile.
+  __device__ __forceinline__ int weight_tile(const Tile& tile) const { return tile.column * kCtas + rank_; }
+
+  // Returns the tokens that the tensor cores compute.
+  static __device__ __forceinline__ int tokens_of(const Tile& tile) {
+    return ceil_div(tile.rows, kEachTokens) * kEachTokens;
   }
 
   // Returns how many parts a step has. K may end inside of it.
   __device__ __forceinline__ int parts_of(int step) const {
     return min(kParts, problem_.k / Config::Part - step * kParts);
-  }
-  // Returns how many blocks of scales a step has. Of the last one, K may need only two scales of each row.
-  __device__ __forceinline__ int blocks_of(int step) const {
-    return ceil_div(parts_of(step), Config::BlockParts);
   }
 
   // ---- copies ----
@@ -115,24 +144,34 @@ class ProductBlock {
 
   // A box begins at element step * 128 of a row, whether these are packed bytes or e4m3, or codes that the
   // copy puts into containers.
+  //
+  // Each block of a pair copies its own weights and its share of the tokens. Block 0's barrier counts the
+  // bytes of both. If the number of weight tiles is odd, the last pair's second block has no weights. Its
+  // sums are those of an earlier step's weights, and nobody stores them.
   __device__ __forceinline__ void copy_tile(const Tile& tile, Ring<Config::Stages>& ring) {
-    const int weight_row = tile.group * problem_.n + tile.column * kRows;
-    const int boxes = ceil_div(tile.rows, kBoxRows);
-    const int64_t weight_tile = int64_t(tile.group) * problem_.tiling.columns + tile.column;
-    const uint8_t* const scales =
-        problem_.scales + weight_tile * ceil_div(problem_.k / Config::Part, Config::BlockParts) * kBlockBytes;
+    const int tiles = ceil_div(problem_.n, kRows), own = weight_tile(tile);
+    const int weight_row = tile.group * problem_.n + own * kRows, scale_row = tile.group * tiles + own;
+    const int tokens = tokens_of(tile) / kCtas, boxes = ceil_div(tokens, kBoxRows);
+    const int x_row = tile.row + rank_ * tokens;
+    const bool has_weights = own < tiles;
+    const int with_weights = min(kCtas, tiles - tile.column * kCtas);  // blocks of the pair
+    constexpr int kScaleBytes = Config::StepBlocks * kBlockBytes;
+    constexpr int kScaleElements = kScaleBytes / 8;
+    const int bytes = with_weights * (kRows * kCopied + kScaleBytes) + kCtas * boxes * kBoxRows * kRowBytes;
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
-      const uint32_t full = smem_address(&shared_.full[ring.index]);
-      const uint32_t scale_bytes = blocks_of(step) * kBlockBytes;
+      const uint32_t full = smem_address(&shared_.full[ring.index]), told = leading_barrier<kCtas>(full);
       barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
-      barrier_expect_bytes(full, kRows * kCopied + boxes * kBoxRows * kRowBytes + scale_bytes);
-      load_box(smem_address(shared_.codes[ring.index]), &codes_, full, step * kRowBytes, weight_row);
-      for (int i = 0; i < boxes; ++i) {
-        load_box(smem_address(shared_.x[ring.index]) + i * kBoxRows * kRowBytes, &x_, full, step * kRowBytes,
-                 tile.row + i * kBoxRows);
+      if (rank_ == 0) barrier_expect_bytes(full, bytes);
+      if (has_weights) {
+        load_box<kCtas>(smem_address(shared_.codes[ring.index]), &maps_.codes, told, step * kRowBytes,
+                        weight_row);
+        load_box<kCtas>(smem_address(shared_.scales[ring.index]), &maps_.scales, told, step * kScaleElements,
+                        scale_row);
       }
-      load_bytes(smem_address(shared_.scales[ring.index]), scales + step * Config::StepBlocks * kBlockBytes,
-                 scale_bytes, full);
+      for (int i = 0; i < boxes; ++i) {
+        load_box<kCtas>(smem_address(shared_.x[ring.index]) + i * kBoxRows * kRowBytes, &maps_.x, told,
+                        step * kRowBytes, x_row + i * kBoxRows);
+      }
     }
   }
 
@@ -195,7 +234,8 @@ class ProductBlock {
     return make_uint4(without_signs(a), without_signs(b), without_signs(c), without_signs(d));
   }
 
-  // Arranges the scales of every other step. Those of the next such step load meanwhile.
+  // Arranges the scales of every other step. Those of the next such step load meanwhile. Each block of a pair
+  // needs the scales of all tokens, and arranges them.
   __device__ __forceinline__ void arrange_scales(int own) {
     Walk walk(problem_.tiling);
     Tile tile;
@@ -210,7 +250,7 @@ class ProductBlock {
         barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
         store_scales(now, ring.index);
         fence_async_proxy();
-        barrier_arrive(smem_address(&shared_.full[ring.index]));
+        arrive(shared_.full[ring.index]);
       }
     }
   }
@@ -232,16 +272,16 @@ class ProductBlock {
 
   __device__ __forceinline__ void multiply_tile(const Tile& tile, uint32_t columns,
                                                 Ring<Config::Stages>& ring, const Ring<kBuffers>& buffer) {
-    const int tokens = ceil_div(tile.rows, kEachTokens) * kEachTokens;
+    const int tokens = tokens_of(tile);
     const uint32_t sums = columns + buffer.index * Config::MaxTokens;
     barrier_wait(smem_address(&shared_.sums_empty[buffer.index]), buffer.parity ^ 1);
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
       barrier_wait(smem_address(&shared_.full[ring.index]), ring.parity);
       tensor_fence_after();
       start_step(columns, sums, tokens, ring.index, parts_of(step), step > 0);
-      tensor_commit(smem_address(&shared_.empty[ring.index]));
+      tensor_commit<kCtas>(smem_address(&shared_.empty[ring.index]), kPair);
     }
-    tensor_commit(smem_address(&shared_.sums_full[buffer.index]));
+    tensor_commit<kCtas>(smem_address(&shared_.sums_full[buffer.index]), kPair);
   }
 
   __device__ __forceinline__ void start_step(uint32_t columns, uint32_t sums, int tokens, int stage,
@@ -249,20 +289,20 @@ class ProductBlock {
     const uint32_t a_scales = columns + Config::ScaleColumn, b_scales = columns + Config::XScaleColumn;
     const int blocks = Config::Blocks == 1 ? 1 : ceil_div(tokens, 128);
     for (int i = 0; i < ceil_div(parts, Config::BlockParts); ++i) {
-      tensor_copy(a_scales + i * kBlockColumns,
-                  scales_descriptor(smem_address(shared_.scales[stage]) + i * kBlockBytes));
+      tensor_copy<kCtas>(a_scales + i * kBlockColumns,
+                         scales_descriptor(smem_address(shared_.scales[stage]) + i * kBlockBytes));
       for (int block = 0; block < blocks; ++block) {
-        tensor_copy(b_scales + (i * Config::Blocks + block) * kBlockColumns,
-                    scales_descriptor(smem_address(shared_.x_scales[stage]) +
-                                      (block * Config::StepBlocks + i) * kBlockBytes));
+        tensor_copy<kCtas>(b_scales + (i * Config::Blocks + block) * kBlockColumns,
+                           scales_descriptor(smem_address(shared_.x_scales[stage]) +
+                                             (block * Config::StepBlocks + i) * kBlockBytes));
       }
     }
     const uint64_t a = codes_descriptor(smem_address(shared_.codes[stage]));
     const uint64_t b = codes_descriptor(smem_address(shared_.x[stage]));
-    const uint32_t instruction = instruction_descriptor<Config::Formats>(tokens);
+    const uint32_t instruction = instruction_descriptor<Config::Formats, kCtas>(tokens);
     for (int i = 0; i < parts; ++i) {
       const int scales = i / Config::BlockParts, first = i % Config::BlockParts * Config::PartScales;
-      tensor_multiply<Config::Part, Config::ScaleBlock>(
+      tensor_multiply<kCtas, Config::Part, Config::ScaleBlock>(
           sums, a + i * kNextPart, b + i * kNextPart, instruction | first_scale(first),
           a_scales + scales * kBlockColumns, b_scales + scales * Config::Blocks * kBlockColumns,
           keep || i > 0);
@@ -278,7 +318,7 @@ class ProductBlock {
     Tile tile;
     Ring<kBuffers> buffer;
     for (; walk.next(tile); buffer.next()) {
-      const int column = tile.column * kRows + quarter * kWarp + threadIdx.x % kWarp;
+      const int column = weight_tile(tile) * kRows + quarter * kWarp + threadIdx.x % kWarp;
       const bool exists = column < problem_.n;
       const float global = problem_.global_scale == nullptr ? 1.f : __ldg(problem_.global_scale + tile.group);
       float bias = 0;
@@ -306,7 +346,7 @@ class ProductBlock {
         }
       }
       tensor_fence_before();
-      barrier_arrive(smem_address(&shared_.sums_empty[buffer.index]));
+      arrive(shared_.sums_empty[buffer.index]);
     }
     const int vectors = problem_.n * (problem_.out_type == DType::kFloat32 ? 4 : 2) / 16;
     zero_unused_rows(problem_.tiling.rows, static_cast<uint4*>(problem_.out), vectors,
@@ -316,17 +356,17 @@ class ProductBlock {
 
   Shared& shared_;
   const Problem& problem_;
-  const CUtensorMap &codes_, &x_;
+  const Maps& maps_;
+  const int rank_;  // of the block in its pair
 };
 
 template <class Config>
 __global__ void __launch_bounds__(kThreads, 1)
-    product_kernel(const __grid_constant__ CUtensorMap codes, const __grid_constant__ CUtensorMap x,
-                   const __grid_constant__ Problem problem) {
+    product_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Problem problem) {
 // Other GPUs have no such instructions, and fp4_kernel_products launches nothing there.
 #if !defined(__CUDA_ARCH__) || (__CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1100)
   FP4_DYNAMIC_SHARED(uint8_t, 1024, memory);
-  ProductBlock<Config>(*reinterpret_cast<SharedStorage<Config>*>(memory), problem, codes, x).run();
+  ProductBlock<Config>(*reinterpret_cast<SharedStorage<Config>*>(memory), problem, maps).run();
 #endif
 }
 

@@ -1,8 +1,10 @@
 // GPU instructions of the kernels for compute capability 10.x beyond sm90/ptx_sm90.cuh: the tensor cores of
-// tcgen05, and their memory (TMEM) of 128 lanes by 512 columns of 32 bits.
+// tcgen05, and their memory (TMEM) of 128 lanes by 512 columns of 32 bits. `kCtas`: how many thread blocks of
+// a cluster share a product, one or two.
 // tests/helpers/sm90_emulator/ptx_sm100.cuh defines each of them in C++.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -11,13 +13,28 @@ namespace fp4::sm100 {
 
 // ---- shared memory ----
 
-// Copies `bytes` in the background. The barrier counts them. All three numbers are multiples of 16.
-__device__ __forceinline__ void load_bytes(uint32_t smem, const void* from, uint32_t bytes,
-                                           uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
-      "l"(from), "r"(bytes), "r"(barrier)
-      : "memory");
+// Returns the address of the same barrier in the even block of the pair, which starts the pair's products. In
+// the addresses of a cluster this bit is the last one of the block's rank.
+template <int kCtas>
+__device__ __forceinline__ uint32_t leading_barrier(uint32_t barrier) {
+  return kCtas == 2 ? barrier & 0xFEFFFFFFu : barrier;
+}
+
+// Loads a box to this block. The barrier counts its bytes, and may be leading_barrier's.
+template <int kCtas>
+__device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x,
+                                         int y) {
+#define FP4_LOAD_BOX(GROUP)                                                                        \
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes" GROUP \
+               " [%0], [%1, {%3, %4}], [%2];" ::"r"(smem),                                         \
+               "l"(map), "r"(barrier), "r"(x), "r"(y)                                              \
+               : "memory")
+  if constexpr (kCtas == 2) {
+    FP4_LOAD_BOX(".cta_group::2");
+  } else {
+    FP4_LOAD_BOX("");
+  }
+#undef FP4_LOAD_BOX
 }
 
 __device__ __forceinline__ void store_shared_16(uint32_t smem, const uint4& v) {
@@ -27,15 +44,20 @@ __device__ __forceinline__ void store_shared_16(uint32_t smem, const uint4& v) {
 
 // ---- tensor memory ----
 
-// Allocates columns for the block and writes the first one's address to shared memory. A whole warp calls it.
+// Allocates columns for the block and writes the first one's address to shared memory. A whole warp calls it,
+// in each block of a pair.
+template <int kCtas>
 __device__ __forceinline__ void tensor_allocate(uint32_t smem, uint32_t columns) {
-  asm volatile("tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem), "r"(columns)
+  asm volatile("tcgen05.alloc.cta_group::%2.sync.aligned.shared::cta.b32 [%0], %1;" ::"r"(smem), "r"(columns),
+               "n"(kCtas)
                : "memory");
-  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;" ::: "memory");
+  asm volatile("tcgen05.relinquish_alloc_permit.cta_group::%0.sync.aligned;" ::"n"(kCtas) : "memory");
 }
 
+template <int kCtas>
 __device__ __forceinline__ void tensor_free(uint32_t address, uint32_t columns) {
-  asm volatile("tcgen05.dealloc.cta_group::1.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns)
+  asm volatile("tcgen05.dealloc.cta_group::%2.sync.aligned.b32 %0, %1;" ::"r"(address), "r"(columns),
+               "n"(kCtas)
                : "memory");
 }
 
@@ -66,25 +88,33 @@ __device__ __forceinline__ void tensor_load_wait(uint32_t (&r)[16]) {
                  "+r"(r[14]), "+r"(r[15])::"memory");
 }
 
-// ---- tensor cores: one thread starts these, and they run in the order in which it does ----
+// ---- tensor cores: one thread starts these, and they run in the order in which it does. With a pair it is
+// a thread of the even block, and addresses hold in both blocks ----
 
-// Copies 32 rows of 16 bytes to four columns of 32 lanes, and again to each other 32 lanes.
+// Copies 32 rows of 16 bytes to four columns of 32 lanes, and again to each other 32 lanes. Each block of a
+// pair copies its own rows to its own tensor memory.
+template <int kCtas>
 __device__ __forceinline__ void tensor_copy(uint32_t address, uint64_t descriptor) {
-  asm volatile("tcgen05.cp.cta_group::1.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor) : "memory");
+  asm volatile("tcgen05.cp.cta_group::%2.32x128b.warpx4 [%0], %1;" ::"r"(address), "l"(descriptor), "n"(kCtas)
+               : "memory");
 }
 
 // D[128, N] (+)= A[128, kPart] B[N, kPart] with a scale for kScaleBlock K, to float32. Without `keep`, D is
 // overwritten. 64 K are e2m1 codes, with ue4m3 scales for 16 K or ue8m0 scales for 32 K. 32 K have types that
 // the instruction descriptor tells, a byte for each code, and ue8m0 scales. (".block16" and ".block32" are
 // scale_vec::4X, 2X and 1X in the words that code for a family of GPUs takes.)
-template <int kPart, int kScaleBlock>
+//
+// With a pair, each block has 128 rows of A and of D, N / 2 rows of B, and the scales of its rows of A and of
+// all rows of B.
+template <int kCtas, int kPart, int kScaleBlock>
 __device__ __forceinline__ void tensor_multiply(uint32_t d, uint64_t a, uint64_t b, uint32_t instruction,
                                                 uint32_t a_scales, uint32_t b_scales, bool keep) {
-#define FP4_MULTIPLY(KIND)                                                                        \
-  asm volatile(                                                                                   \
-      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %6, 0;\n"                                           \
-      "tcgen05.mma.cta_group::1." KIND " [%0], %1, %2, %3, [%4], [%5], keep;\n}\n" ::"r"(d),      \
-      "l"(a), "l"(b), "r"(instruction), "r"(a_scales), "r"(b_scales), "r"(static_cast<int>(keep)) \
+#define FP4_MULTIPLY(KIND)                                                                         \
+  asm volatile(                                                                                    \
+      "{\n.reg .pred keep;\nsetp.ne.b32 keep, %6, 0;\n"                                            \
+      "tcgen05.mma.cta_group::%7." KIND " [%0], %1, %2, %3, [%4], [%5], keep;\n}\n" ::"r"(d),      \
+      "l"(a), "l"(b), "r"(instruction), "r"(a_scales), "r"(b_scales), "r"(static_cast<int>(keep)), \
+      "n"(kCtas)                                                                                   \
       : "memory")
   static_assert(kScaleBlock == 32 || (kPart == 64 && kScaleBlock == 16));
   if constexpr (kPart == 32) {
@@ -97,10 +127,20 @@ __device__ __forceinline__ void tensor_multiply(uint32_t d, uint64_t a, uint64_t
 #undef FP4_MULTIPLY
 }
 
-// Arrives at the barrier once all that this thread has started so far is over.
-__device__ __forceinline__ void tensor_commit(uint32_t barrier) {
-  asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier)
-               : "memory");
+// Arrives at the barrier once all that this thread has started so far is over. With a pair, at that of each
+// block of the cluster that is in the bit mask `blocks`.
+template <int kCtas>
+__device__ __forceinline__ void tensor_commit(uint32_t barrier, uint16_t blocks) {
+  if constexpr (kCtas == 2) {
+    asm volatile(
+        "tcgen05.commit.cta_group::2.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%0], "
+        "%1;" ::"r"(barrier),
+        "h"(blocks)
+        : "memory");
+  } else {
+    asm volatile("tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%0];" ::"r"(barrier)
+                 : "memory");
+  }
 }
 
 }  // namespace fp4::sm100

@@ -15,7 +15,7 @@ import emulated
 import pytest
 from places import HELPERS, ROOT
 from test_kernel_archs import ASKED, NVCC, of_kernels, setup
-from test_sm100 import Case, opened
+from test_sm100 import CTAS, Case, opened
 
 pytestmark = [
     pytest.mark.skipif(not ASKED, reason="compiles: make test-kernels"),
@@ -25,8 +25,8 @@ pytestmark = [
 SOURCE = Path("csrc/sm80/products_sm100.cu")
 KERNELS, MOST_REGISTERS = 9, 168
 """A kernel for each candidate and format. The compiler asserts shared memory and columns of tensor memory."""
-PRODUCTS = "UTCOMMA", "UTCOMMA.4X", "UTCQMMA"
-"""Opcode for each value of `Kind`: mxfp4, nvfp4, and e4m3 rows by mxfp4 weights."""
+PRODUCTS = ("UTCOMMA", ""), ("UTCOMMA", ".4X"), ("UTCQMMA", "")
+"""Opcode for each value of `Kind`: mxfp4, nvfp4, e4m3 rows by mxfp4 weights. Between: `.2CTA` of a pair."""
 
 
 # --- machine code ---
@@ -51,8 +51,9 @@ def code_of(file: Path) -> dict[str, str]:
 @pytest.mark.parametrize("arch", ["100f", "103a"] if ASKED == "all" else ["100f"])
 def test_instructions_registers_and_memory(arch, tmp_path):
     """The FP4 tensor cores with four scales for 64 K (nvfp4) or two (mxfp4), those of 32 K for e4m3 rows, and
-    no others. Products have scales in tensor memory, which come by copies to it. The copy engine brings boxes
-    and plain bytes. Nothing is in local memory."""
+    no others. Products have scales in tensor memory, which come by copies to it. The copy engine brings
+    boxes. Each of these instructions is one of a pair where two thread blocks share a tile, and nowhere else.
+    Nothing is in local memory."""
     file, told = compiled(arch, tmp_path)
     pattern = (
         r"properties for (\w+product_kernel\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -64,15 +65,26 @@ def test_instructions_registers_and_memory(arch, tmp_path):
         assert memory == ["0", "0", "0"] and int(registers) <= MOST_REGISTERS, (name, memory, registers)
     if arch == "103a":  # Triton's cuobjdump does not read it
         return
+    pairs = 0
     for name, body in code_of(file).items():
-        product = PRODUCTS[int(re.search(r"4KindE(\d)", name)[1])]
+        kind, ctas = map(int, re.search(r"4KindE(\d)ELi(\d)", name).groups())
+        pair, pairs = ".2CTA" if ctas == 2 else "", pairs + ctas - 1
+        product = pair.join(PRODUCTS[kind])
         products = re.findall(r"\b([A-Z]*MMA[.\w]*)(.*?);", body)
         assert {opcode for opcode, _ in products} == {product}, name
         # Products without scales have no operand behind the instruction descriptor but the predicate.
         assert all(re.search(r"idesc\[\w+\], tmem\[\w+\]", operands) for _, operands in products), name
-        assert set(re.findall(r"\bUTCCP\S*", body)) == {"UTCCP.T.S.4x32dp128bit"}, name
-        for instruction in ("UTMALDG.2D", "UBLKCP.S.G", "LDTM.x16", "UTCBAR"):
-            assert instruction in body, (name, instruction)
+        for instruction, opcode in (
+            ("UTCCP", f"UTCCP.T.S{pair}.4x32dp128bit"),
+            ("UTMALDG", f"UTMALDG.2D{pair}"),
+            ("UTCBAR", "UTCBAR.2CTA.MULTICAST" if pair else "UTCBAR"),
+            ("UTCATOMSWS.*FIND", f"UTCATOMSWS{pair}.FIND_AND_SET.ALIGN"),
+            ("UBLKCP", None),
+        ):
+            found = set(re.findall(rf"\b{instruction}[.\w]*", body))
+            assert found == ({opcode} if opcode else set()), (name, found)
+        assert "LDTM.x16" in body and ("UCGABAR" in body) == (ctas == 2), name
+    assert pairs == 3 * CTAS.count(2)
 
 
 @pytest.mark.parametrize("arch", ["80", "120f"])
@@ -92,13 +104,18 @@ def test_other_gpus_get_no_code(arch, tmp_path):
 # --- CuTe DSL ---
 
 
-def words_of_ptx(text: str) -> list[tuple]:
-    """The tcgen05 instructions of a kernel without loops, with the numbers that their operands have.
+RANK = 1 << 24
+"""Bit of an address in shared memory that says whether a thread block is the odd one of its pair."""
 
-    A branch goes around what one elected thread does, so none is taken. Shared memory begins at 0 and so does
-    tensor memory. Parameters are 0: they say whether operands are negated.
+
+def words_of_ptx(text: str, rank: int = 0) -> list[tuple]:
+    """The tcgen05 instructions and copies of a kernel without loops, with the numbers that their operands
+    have in thread block `rank` of a cluster.
+
+    A branch goes around what one elected thread does, so none is taken. Shared memory begins at 0 but for
+    `RANK`, and tensor memory at 0. Parameters are 0: they say whether operands are negated.
     """
-    values: dict[str, int] = {"_": 0}
+    values: dict[str, int] = {"_": 0, "%cluster_ctarank": rank}
     found = []
 
     def value(name: str) -> int:
@@ -108,11 +125,11 @@ def words_of_ptx(text: str) -> list[tuple]:
             return value(base) + int(offset)
         if name.startswith("%"):
             return values[name]
-        return int(name) if name.lstrip("-").isdigit() else 0  # a symbol: shared memory
+        return int(name) if name.lstrip("-").isdigit() else rank * RANK  # a symbol: shared memory
 
     binary = {
         "add": lambda a, b: a + b, "shr": lambda a, b: a >> b, "shl": lambda a, b: a << b,
-        "and": lambda a, b: a & b, "or": lambda a, b: a | b,
+        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "sub": lambda a, b: a - b,
     }  # fmt: skip
     for line in text.splitlines():
         if not (match := re.match(r"\s*([a-z][\w.:]*)\s+(.*);", line)):
@@ -123,6 +140,11 @@ def words_of_ptx(text: str) -> list[tuple]:
             name = opcode.split(".")[1]
             if name in ("cp", "mma", "commit"):
                 found.append((name, opcode, [value(operand) for operand in operands]))
+        elif kind == "cp":  # where to, the first row, and the barrier
+            to, row, barrier = re.fullmatch(
+                r"\[(\S+)\], \[\S+, \{\S+, (\S+)\}\], \[(\S+)\].*", match[2]
+            ).groups()
+            found.append(("load", opcode, [value(to), value(row), value(barrier)]))
         elif kind == "mov":
             to, source = operands
             if source.startswith("{"):
@@ -139,7 +161,7 @@ def words_of_ptx(text: str) -> list[tuple]:
             values[operands[0]] = value(operands[1 if value(operands[3]) else 2])
         elif kind == "setp":
             values[operands[0]] = int(value(operands[1]) != value(operands[2]))
-        elif kind in ("cvt", "shfl"):
+        elif kind in ("cvt", "cvta", "shfl"):
             values[operands[0]] = value(operands[1])
         elif kind == "ld":  # parameters, and the address of tensor memory
             values |= dict.fromkeys(re.findall(r"%\w+", operands[0]), 0)
@@ -193,53 +215,84 @@ class Work(ctypes.Structure):
             ("a", ctypes.c_uint64),
             ("b", ctypes.c_uint64),
             ("keep", ctypes.c_bool),
-            ("product", ctypes.c_uint8),
+            *((name, ctypes.c_uint8) for name in ("product", "ctas", "blocks")),
         ),
     ]
 
 
-def our_step(tokens: int, config: int, format: str) -> Step:
-    """The first step of a tile of so many tokens."""
-    kernels = opened(emulated.kernels("sm100"), multiprocessors=1)
+def our_step(tokens: int, config: int, format: str) -> tuple[Step, set[int]]:
+    """The first step of a tile of so many tokens, and which thread blocks commits tell, as bit masks."""
+    kernels = opened(emulated.kernels("sm100"), multiprocessors=CTAS[config])
     log = (Work * 256)()
     kernels.emulator_tensor_log(log, len(log))  # forgets what others started
-    case = Case("dense", [tokens], 128, 128 if format == "fp8" else 256, format=format)
+    case = Case("dense", [tokens], 128 * CTAS[config], 128 if format == "fp8" else 256, format=format)
     assert case.agrees(kernels, config)
     works = log[: kernels.emulator_tensor_log(log, len(log))]
     copies = [(w.d, w.a) for w in works if w.kind == 0]
     products = [(w.d, w.a, w.b, w.instruction, w.a_scales, w.b_scales, w.keep) for w in works if w.kind == 1]
-    return Step(copies, products, COLUMNS[format])
+    assert {w.ctas for w in works} == {CTAS[config]}
+    return Step(copies, products, COLUMNS[format]), {w.blocks for w in works if w.kind == 2}
 
 
-@pytest.mark.parametrize("tokens, config", [(192, 0), (128, 1), (128, 0), (64, 1), (32, 2)])
+@pytest.fixture(scope="module")
+def our_ptx(tmp_path_factory) -> set[str]:
+    """Opcodes of all kernels, as the compiler writes them."""
+    to = tmp_path_factory.mktemp("ptx") / "products.ptx"
+    flags = [flag for flag in setup()["MMA"].flags(["100f"]) if "gencode" not in flag]
+    command = [NVCC, *flags, "-arch=compute_100f", "-ptx", str(SOURCE), "-o", str(to)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return set(re.findall(r"\b(?:tcgen05|cp\.async)[\w.:]+", to.read_text()))
+
+
+@pytest.mark.parametrize(
+    "tokens, config", [(224, 0), (192, 0), (32, 0), (128, 1), (128, 0), (64, 1), (48, 1), (32, 2), (16, 2)]
+)
 @pytest.mark.parametrize("format", COLUMNS)
-def test_as_cute(format, tokens, config, tmp_path):
-    """NVIDIA's library makes the same descriptors, the same columns for scales, and the same order."""
+def test_as_cute(format, tokens, config, our_ptx, tmp_path):
+    """NVIDIA's library makes the same descriptors, the same columns for scales, and the same order.
+
+    With a pair it also has the commits to both thread blocks, and the copies whose bytes the even one counts.
+    Pairs with 16 tokens are left out: a block then has eight, and CuTe writes 0 for the stride of eights.
+    """
     if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
         pytest.skip("needs nvidia-cutlass-dsl from PyPI")
-    command = [sys.executable, str(HELPERS / "cute_step.py"), str(tokens), str(tmp_path), format]
+    ctas = CTAS[config]
+    command = [sys.executable, str(HELPERS / "cute_step.py"), str(tokens), str(tmp_path), format, str(ctas)]
     subprocess.run(command, check=True, capture_output=True)
     (ptx,) = tmp_path.glob("*.ptx")
     found = words_of_ptx(ptx.read_text())
     names = [name for name, *_ in found]
-    assert names == sorted(names, key=("cp", "mma", "commit").index) and names.count("mma") == 4
+    assert names == sorted(names, key=("load", "cp", "mma", "commit").index) and names.count("mma") == 4
     texts = {name: text for name, text, _ in found}
-    ours = (ROOT / "csrc/sm100/ptx_sm100.cuh").read_text()
-    assert texts["cp"] + " [" in ours and texts["commit"] + " [" in ours
-    assert (
-        texts["mma"].removesuffix(".collector::a::discard").removeprefix("tcgen05.mma.cta_group::1.") in ours
+    # Theirs also say which line of a cache stays, and that a copy has no other mode.
+    texts["load"] = re.sub(r"\.tile|\.L2::cache_hint", "", texts["load"])
+    texts["load"] = texts["load"].replace("2d.shared::cta.", "2d.shared::cluster.")  # of the own block
+    texts["mma"] = texts["mma"].removesuffix(".collector::a::discard")
+    assert set(texts.values()) <= our_ptx, texts
+    assert all(
+        (f"cta_group::{ctas}" in text) == (ctas == 2 or name != "load") for name, text in texts.items()
     )
     theirs = Step(
         [tuple(words) for name, _, words in found if name == "cp"],
         [tuple(words) for name, _, words in found if name == "mma"],
         COLUMNS[format],
     )
-    mine = our_step(tokens, config, format)
+    mine, told = our_step(tokens, config, format)
     assert mine.instruction == theirs.instruction
     assert mine.words == theirs.words
     if tokens > 128 or config != 0:  # with room for more tokens, the columns of parts are farther apart
         assert mine.products == theirs.products
         assert mine.copies == theirs.copies
+    if ctas == 1:
+        return
+    assert told == {words[1] for name, _, words in found if name == "commit"} == {3}
+    for rank in range(ctas):  # each copies its own rows to its own memory, and tells the even one
+        _, _, (to, row, barrier) = words_of_ptx(ptx.read_text(), rank)[0]
+        assert (to & RANK, row, barrier & RANK) == (rank * RANK, 128 * rank, 0)
+    assert (
+        f"barrier & {~RANK & 0xFFFFFFFF:#X}u".replace("0X", "0x")
+        in (ROOT / "csrc/sm100/ptx_sm100.cuh").read_text()
+    )
 
 
 def test_what_a_barrier_counts_as_cute(tmp_path):

@@ -45,17 +45,19 @@ struct Load {
   uint32_t to, barrier;
   int x, y;
   uint32_t blocks;
-  const void* from = nullptr;  // without a map: plain bytes
-  uint32_t bytes = 0;
+  int ctas = 1;  // as in .cta_group
 };
 
-// A copy to tensor memory, a product, or a commit, whose barrier is `d`.
+constexpr uint32_t kOfEvenBlock = 1u << 31;  // in the address of a barrier
+
+// A copy to tensor memory, a product, or a commit, whose barrier is `d` in each of `blocks`.
 struct TensorWork {
   enum Kind { kCopy, kMultiply, kCommit } kind;
   uint32_t d, instruction, a_scales, b_scales;
   uint64_t a, b;
   bool keep;
   TensorKind product;
+  uint8_t ctas, blocks;
 };
 
 struct TensorLoad {
@@ -69,13 +71,26 @@ constexpr int kLanes = 128, kTensorColumns = 512;
 class TensorMemory {
  public:
   uint32_t* at(uint32_t address, uint32_t lane, uint32_t column);  // null beyond what is allocated
-  void allocate(uint32_t columns);
+  void allocate(uint32_t columns, int ctas);
   void free() { allocated_ = 0; }
   uint32_t allocated() const { return allocated_; }
+  int ctas() const { return ctas_; }
 
  private:
   uint32_t allocated_ = 0;
+  int ctas_ = 0;
   uint32_t cells_[kLanes][kTensorColumns];
+};
+
+// An operand of a product. k_first: its values are [K][rows], and not [rows][K].
+struct Operand {
+  uint64_t descriptor;
+  uint32_t scales;
+  int first_scale;
+  TensorKind kind;
+  uint32_t type;
+  int rows;
+  bool k_first;
 };
 
 // Until *counter is not `seen`; with none, until the barrier's phase of that parity is over.
@@ -167,6 +182,7 @@ class Block {
   void wait(const Waiting& waiting);
   void store(const Store& store);
   void copy(const Copy& copy);
+  Block& paired(int rank) { return *cluster_.blocks[(rank_ & ~1) + rank]; }
   void run_tensor_work();
 
   Place place_;
@@ -191,10 +207,10 @@ class Block {
   bool step(Warp& warp);
   void load(size_t which);
   void run_something();
-  void run_copy(const TensorWork& work);
+  void run_copy(const TensorWork& work, Block& to);
   void run_multiply(const TensorWork& work);
-  bool read_operand(uint64_t descriptor, uint32_t scales, int first_scale, TensorKind kind, uint32_t type,
-                    int rows, bool k_first, std::vector<double>& to);
+  bool read_operand(const Operand& operand, Block& codes, Block& scales, int first_row, int rows,
+                    std::vector<double>& to);
 
   const std::function<void()>& kernel_;
   Progress& progress_;

@@ -47,13 +47,6 @@ const Map& contents(const CUtensorMap* map) { return *reinterpret_cast<const Map
 void Block::load(size_t which) {
   const Load load = loads_[which];
   loads_.erase(loads_.begin() + which);
-  if (load.map == nullptr) {
-    if (!holds(load.to, load.bytes) || load.to % 16 != 0 || load.bytes % 16 != 0)
-      return fail("a copy of bytes goes beyond shared memory, or between pieces");
-    std::memcpy(memory_ + load.to, load.from, load.bytes);
-    complete_bytes(load.barrier, load.bytes);
-    return progressed();
-  }
   const Map& map = contents(load.map);
   const uint32_t elements = map.box[0] * map.box[1] * map.box[2], bytes = elements * map.element;
   // A map of 16 codes in 16 bytes counts codes, and its boxes begin at multiples of 128.
@@ -73,7 +66,10 @@ void Block::load(size_t which) {
         std::memset(to.memory() + shared, 0, map.element);
       }
     });
-    to.complete_bytes(load.barrier, bytes);
+    const bool even = load.barrier & kOfEvenBlock;
+    Block& told = even ? paired(0) : to;
+    if ((even && load.ctas == 1) || told.ended_) return fail("a load tells the barrier of another block");
+    told.complete_bytes(load.barrier & ~kOfEvenBlock, bytes);
   }
   progressed();
 }
@@ -89,9 +85,11 @@ void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int 
   block->loads_.push_back({map, to, barrier, x, y, blocks});
 }
 
-void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
-  block->loads_.push_back({nullptr, to, barrier, 0, 0, 1, from, bytes});
+void load_box_of_group(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int ctas) {
+  block->loads_.push_back({map, to, barrier, x, y, 1u << cluster_rank(), ctas});
 }
+
+uint32_t leading_barrier(uint32_t barrier) { return barrier | kOfEvenBlock; }
 
 void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z) {
   block->lane_->stores.push_back({map, from, x, y, z});

@@ -235,15 +235,20 @@ void barrier_init(uint32_t barrier, uint32_t arrivals) {
   block->barrier(barrier) = Barrier{0, arrivals, arrivals, 0};
 }
 
-void barrier_arrive(uint32_t barrier, uint32_t expected_bytes) {
+static void check_arrival() {
   const Lane& lane = *block->lane_;
   if (lane.tensor_read) block->fail("no fence between a load of tensor memory and an arrival");
   if (!lane.tensor_loads.empty()) block->fail("arrives before its loads of tensor memory are over");
   if (lane.stored) block->fail("no fence between stores for other engines and an arrival");
+}
+
+void barrier_arrive(uint32_t barrier, uint32_t expected_bytes) {
+  check_arrival();
   block->arrive(barrier, expected_bytes);
 }
 
 void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
+  check_arrival();
   Block& other = *block->cluster_.blocks[rank];
   if (other.ended_) block->fail("arrives at a block that has ended");
   other.arrive(barrier, 0);

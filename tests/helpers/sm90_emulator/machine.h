@@ -89,22 +89,24 @@ void wgmma_wait(int pending);
 // tcgen05.mma's kinds with block scales: of K 64, with four or two scales, or of K 32 with one.
 enum class TensorKind : uint8_t { kMxf4Nvf4By16, kMxf4Nvf4By32, kMxf8f6f4 };
 
+// ctas: as in the instructions' .cta_group. A pair is an even block of a cluster and the next one.
 struct TensorProduct {
   uint32_t d, instruction, a_scales, b_scales;
   uint64_t a, b;
   bool keep;
   TensorKind kind;
+  int ctas;
 };
 
-void tensor_allocate(uint32_t smem, uint32_t columns);
-void tensor_free(uint32_t address, uint32_t columns);
+void tensor_allocate(uint32_t smem, uint32_t columns, int ctas);
+void tensor_free(uint32_t address, uint32_t columns, int ctas);
 void tensor_fence_before();
 void tensor_fence_after();
 void tensor_load(uint32_t address, uint32_t* r, int columns);
 void tensor_load_wait();
-void tensor_copy(uint32_t address, uint64_t descriptor);
+void tensor_copy(uint32_t address, uint64_t descriptor, int ctas);
 void tensor_multiply(const TensorProduct& product);
-void tensor_commit(uint32_t barrier);
+void tensor_commit(uint32_t barrier, int ctas, uint32_t blocks);
 
 // A store that other engines see after fence_async_proxy.
 void store_shared(uint32_t smem, const void* from, uint32_t bytes);
@@ -113,7 +115,9 @@ void fence_async_proxy();
 // ---- the copy engine ----
 
 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint32_t blocks);
-void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
+// With .cta_group: for two CTAs, the barrier may be leading_barrier's.
+void load_box_of_group(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int ctas);
+uint32_t leading_barrier(uint32_t barrier);  // the address of the even block's
 void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z);
 void store_commit();
 void store_wait(int pending);
