@@ -98,7 +98,8 @@ class ProductBlock {
     tensor_fence_after();
   }
 
-  // Arrives at a barrier on which products wait.
+  // Arrives at a barrier on which products wait. A thread that wrote scales has told the other engines before
+  // (fence_async_proxy), also for a copy that the other block starts.
   static __device__ __forceinline__ void arrive(uint64_t& barrier) {
     if constexpr (kCtas == 1) {
       barrier_arrive(smem_address(&barrier));
