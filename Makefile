@@ -59,7 +59,7 @@ test-vllm: $(VENV)/tests
 
 test-kernels: $(VENV)/tests
 	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q tests/kernels_cuda/test_kernel_archs.py tests/kernels_cuda/test_sm120_binary.py tests/kernels_cuda/test_sm100_binary.py
-	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q --draw $(if $(ARCHS),1,5) tests/kernels_cuda/test_sm100.py
+	FP4_KERNEL_ARCHS=$(or $(ARCHS),drawn) $(BIN)/python -m pytest -q --draw $(if $(ARCHS),1,5) tests/kernels_cuda/test_sm100.py tests/kernels_cuda/test_sm100_along_k.py
 
 test-hopper: DRAW := 48
 test-hopper: $(VENV)/dev

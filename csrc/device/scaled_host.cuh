@@ -13,9 +13,12 @@ namespace fp4::device {
 inline bool is_valid(const ScaledProduct& a, int part, int scale_bytes, int candidates) {
   const bool has_scales =
       a.x_scale_bytes >= ceil_div(a.k, a.nvfp4 ? 16 : 32) && a.x_scale_bytes % scale_bytes == 0;
-  return a.groups >= 1 && a.m >= 0 && a.n >= 8 && a.n % 8 == 0 && a.k >= part && a.k % part == 0 &&
-         (has_scales || (a.x_fp8 && a.x_scales == nullptr)) && !(a.x_fp8 && a.nvfp4) &&
-         a.config < candidates && (a.mode == RowMode::kDense ? a.groups == 1 : a.group_rows != nullptr);
+  const bool has_groups = a.k_ends != nullptr         ? a.mode == RowMode::kDense && a.bias == nullptr
+                          : a.mode == RowMode::kDense ? a.groups == 1
+                                                      : a.group_rows != nullptr;
+  return a.groups >= 1 && a.m >= 0 && a.n >= 1 && (a.n % 8 == 0 || a.k_ends != nullptr) && a.k >= part &&
+         a.k % part == 0 && (has_scales || (a.x_fp8 && a.x_scales == nullptr)) && !(a.x_fp8 && a.nvfp4) &&
+         a.config < candidates && has_groups;
 }
 
 // Returns the number of the candidate that the caller wants, or of the one with the fewest tokens that hold a

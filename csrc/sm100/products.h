@@ -11,8 +11,11 @@ extern "C" {
 // and rows that do not exist have scales 0. This is how torch.nn.functional.scaled_mm takes them
 // (SwizzleType.SWIZZLE_32_4_4). A row of nvfp4 that has a scale with a sign becomes NaN.
 //
+// With k_ends the scales of the weights have layout plain, because a group may begin inside of such a block.
+//
 // Returns 0, a cudaError_t or a LaunchError. k must be a multiple of 64, n of 8, x_scale_bytes of 16,
 // pointers of 16 bytes. With e4m3 rows, k must be a multiple of 128 and `codes` of 32 bytes.
+// With k_ends, rows are FP4, k must be a multiple of 32, x_scale_bytes of 4, and n may be any number.
 int fp4_kernel_products(const fp4::device::ScaledProduct* arguments);
 int fp4_kernel_products_configs();
 const char* fp4_kernel_products_config_name(int config);

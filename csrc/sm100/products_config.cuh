@@ -41,11 +41,13 @@ struct Maps {
 // four bits in a container of eight: 16 codes are 8 bytes, and 8 bytes of nothing follow.
 enum class Kind { kMxfp4, kNvfp4, kFp8 };
 
-// Ctas: the thread blocks that share a tile, one or two. Two are a cluster. Each has 128 weight rows, and
-// half of the tokens in shared memory. MaxTokens: of a tile. Stages: the steps that fit in shared memory.
-template <Kind kKind, int Ctas_, int MaxTokens_, int Stages_, class Widths_>
+// AlongK: groups lie along K. Ctas: the thread blocks that share a tile, one or two. Two are a cluster. Each
+// has 128 weight rows, and half of the tokens in shared memory. MaxTokens: of a tile. Stages: the steps that
+// fit in shared memory.
+template <Kind kKind, bool kAlongK, int Ctas_, int MaxTokens_, int Stages_, class Widths_>
 struct ProductConfig {
   using Widths = Widths_;
+  static constexpr bool AlongK = kAlongK;
   static constexpr Kind Formats = kKind;
   static constexpr bool Nvfp4 = kKind == Kind::kNvfp4, Fp8 = kKind == Kind::kFp8;
   static constexpr int ScaleBlock = Nvfp4 ? 16 : 32;

@@ -34,17 +34,17 @@ int launch(const Maps& maps, const Problem& all, int multiprocessors, cudaStream
   return launch_kernel(kernel, shape, false, stream, maps, problem);
 }
 
-// ProductConfig<formats, thread blocks, tokens, stages, widths>, in falling order of their tokens. Each fills
-// the shared memory of a multiprocessor. Of the widths, only how a group is cut depends: products have as
-// many tokens as a tile.
-template <Kind kKind>
+// ProductConfig<formats, groups along K, thread blocks, tokens, stages, widths>, in falling order of their
+// tokens. Each fills the shared memory of a multiprocessor. Of the widths, only how a group is cut depends:
+// products have as many tokens as a tile.
+template <Kind kKind, bool kAlongK = false>
 constexpr Candidate kCandidates[] = {
     {"rows 256, tokens 224, stages 6", 224,
-     launch<ProductConfig<kKind, 2, 224, 6,
+     launch<ProductConfig<kKind, kAlongK, 2, 224, 6,
                           WidthList<224, 208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>>>},
     {"rows 256, tokens 128, stages 8", 128,
-     launch<ProductConfig<kKind, 2, 128, 8, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
-    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<kKind, 1, 32, 9, WidthList<32, 16>>>},
+     launch<ProductConfig<kKind, kAlongK, 2, 128, 8, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
+    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<kKind, kAlongK, 1, 32, 9, WidthList<32, 16>>>},
 };
 constexpr int kCandidateCount = std::size(kCandidates<Kind::kNvfp4>);
 
@@ -79,7 +79,9 @@ inline bool encode_scales(CUtensorMap* map, const void* scales, int64_t rows, in
 
 // Returns 0, a cudaError_t or a LaunchError.
 inline int run(const ScaledProduct& a) {
-  if (!is_valid(a, a.x_fp8 ? 128 : 64, 16, kCandidateCount)) return kBadArgument;
+  const bool along_k = a.k_ends != nullptr;
+  const int part = along_k ? kBoxK : a.x_fp8 ? 128 : 64;
+  if (!is_valid(a, part, along_k ? 4 : 16, kCandidateCount) || (along_k && a.x_fp8)) return kBadArgument;
   if (a.m == 0) return 0;
   CurrentGpu gpu;
   if (const cudaError_t error = current_gpu(gpu); error != cudaSuccess) return error;
@@ -87,18 +89,21 @@ inline int run(const ScaledProduct& a) {
   if (driver_encode() == nullptr) return kNoDriver;
   Maps maps;
   const int64_t rows = int64_t(a.m) * (a.mode == RowMode::kMasked ? a.groups : 1);
+  const int64_t weight_rows = int64_t(along_k ? 1 : a.groups) * a.n;
   const int64_t scale_rows = int64_t(a.groups) * ceil_div(a.n, kRows);
   const int scale_blocks = ceil_div(a.k, a.nvfp4 ? 64 : 128), step_blocks = a.nvfp4 ? 4 : a.x_fp8 ? 1 : 2;
-  if (!encode_codes(&maps.codes, a.codes, int64_t(a.groups) * a.n, a.k / 2, kRows, a.x_fp8) ||
+  if (!encode_codes(&maps.codes, a.codes, weight_rows, a.k / 2, kRows, a.x_fp8) ||
       !encode_codes(&maps.x, a.x, rows, a.x_fp8 ? a.k : a.k / 2, kBoxRows) ||
-      !encode_scales(&maps.scales, a.scales, scale_rows, scale_blocks, step_blocks))
+      (!along_k && !encode_scales(&maps.scales, a.scales, scale_rows, scale_blocks, step_blocks)))
     return kBadArgument;
   const Problem problem = {a,
                            {{a.mode, a.group_rows, a.groups, a.m}, 0, ceil_div(a.k, a.x_fp8 ? 128 : 256), 0}};
   const int number = choose(kCandidates<Kind::kNvfp4>, a);
-  const Candidate& chosen = a.nvfp4   ? kCandidates<Kind::kNvfp4>[number]
-                            : a.x_fp8 ? kCandidates<Kind::kFp8>[number]
-                                      : kCandidates<Kind::kMxfp4>[number];
+  const Candidate& chosen = along_k && a.nvfp4 ? kCandidates<Kind::kNvfp4, true>[number]
+                            : along_k          ? kCandidates<Kind::kMxfp4, true>[number]
+                            : a.nvfp4          ? kCandidates<Kind::kNvfp4>[number]
+                            : a.x_fp8          ? kCandidates<Kind::kFp8>[number]
+                                               : kCandidates<Kind::kMxfp4>[number];
   return chosen.launch(maps, problem, gpu.multiprocessors, static_cast<cudaStream_t>(a.stream));
 }
 

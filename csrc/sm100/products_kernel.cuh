@@ -4,8 +4,9 @@
 // beyond 16. A block is persistent, and walks over tiles in each of its roles. Steps of 256 K (e4m3: 128) go
 // through a ring: the copy engine brings codes of both operands, swizzled, and the weights' scales, which
 // memory holds in the order of tensor memory. Scales of X lie in rows there, and a tile may begin at any row.
-// So two warps arrange them, in turn. For each step one thread copies the scales to tensor memory and starts
-// four products. Sums have two buffers in tensor memory: four warps store one while the other fills.
+// So two warps arrange them, in turn. With groups along K they arrange those of both operands. For each step
+// one thread copies the scales to tensor memory and starts four products. Sums have two buffers in tensor
+// memory: four warps store one while the other fills.
 //
 // Two blocks may share a tile (a pair). Each has 128 rows of the weights and of the sums, and loads half of
 // the tokens. One product of the tensor cores reads both halves, and writes the sums of both blocks.
@@ -17,6 +18,7 @@
 
 #include "../device/product.cuh"
 #include "../sm90/ptx_sm90.cuh"
+#include "products_along_k.cuh"
 #include "products_config.cuh"
 #include "ptx_sm100.cuh"
 
@@ -45,7 +47,7 @@ template <class Config>
 class ProductBlock {
  public:
   using Shared = SharedStorage<Config>;
-  using Walk = TileWalk<typename Config::Widths, Config::Ctas>;
+  using Walk = ProductWalk<Config>;
   static constexpr int kCtas = Config::Ctas;
   static constexpr uint16_t kPair = 3;  // both blocks, a bit mask
 
@@ -117,8 +119,8 @@ class ProductBlock {
   }
 
   // Returns how many parts a step has. K may end inside of it.
-  __device__ __forceinline__ int parts_of(int step) const {
-    return min(kParts, problem_.k / Config::Part - step * kParts);
+  static __device__ __forceinline__ int parts_of(const ProductTile& tile, int step) {
+    return min(kParts, ceil_div(tile.k_end - tile.k_copied, Config::Part) - step * kParts);
   }
 
   // ---- copies ----
@@ -127,8 +129,8 @@ class ProductBlock {
   // on might find that two phases have passed, and wait for ever.
   __device__ __forceinline__ void copy() {
     const bool leads = elect_lane();
-    Walk walk(problem_.tiling);
-    Tile tile;
+    Walk walk(problem_);
+    ProductTile tile;
     Ring<Config::Stages> ring;
     while (walk.next(tile)) {
       if (leads) copy_tile(tile, ring);
@@ -144,56 +146,54 @@ class ProductBlock {
   static constexpr int kCopied = Config::Step / 2;
 
   // A box begins at element step * 128 of a row, whether these are packed bytes or e4m3, or codes that the
-  // copy puts into containers.
+  // copy puts into containers. Along K these are packed bytes behind the first box.
   //
   // Each block of a pair copies its own weights and its share of the tokens. Block 0's barrier counts the
   // bytes of both. If the number of weight tiles is odd, the last pair's second block has no weights. Its
   // sums are those of an earlier step's weights, and nobody stores them.
-  __device__ __forceinline__ void copy_tile(const Tile& tile, Ring<Config::Stages>& ring) {
+  __device__ __forceinline__ void copy_tile(const ProductTile& tile, Ring<Config::Stages>& ring) {
     const int tiles = ceil_div(problem_.n, kRows), own = weight_tile(tile);
-    const int weight_row = tile.group * problem_.n + own * kRows, scale_row = tile.group * tiles + own;
+    const int weight_row = tile.weights * problem_.n + own * kRows, scale_row = tile.weights * tiles + own;
     const int tokens = tokens_of(tile) / kCtas, boxes = ceil_div(tokens, kBoxRows);
-    const int x_row = tile.row + rank_ * tokens;
+    const int x_row = tile.x_row + rank_ * tokens;
     const bool has_weights = own < tiles;
     const int with_weights = min(kCtas, tiles - tile.column * kCtas);  // blocks of the pair
-    constexpr int kScaleBytes = Config::StepBlocks * kBlockBytes;
+    constexpr int kScaleBytes = Config::AlongK ? 0 : Config::StepBlocks * kBlockBytes;
     constexpr int kScaleElements = kScaleBytes / 8;
     const int bytes = with_weights * (kRows * kCopied + kScaleBytes) + kCtas * boxes * kBoxRows * kRowBytes;
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
       const uint32_t full = smem_address(&shared_.full[ring.index]), told = leading_barrier<kCtas>(full);
+      const int element = (Config::AlongK ? tile.k_copied / 2 : 0) + step * kRowBytes;
       barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
       if (rank_ == 0) barrier_expect_bytes(full, bytes);
       if (has_weights) {
-        load_box<kCtas>(smem_address(shared_.codes[ring.index]), &maps_.codes, told, step * kRowBytes,
-                        weight_row);
-        load_box<kCtas>(smem_address(shared_.scales[ring.index]), &maps_.scales, told, step * kScaleElements,
-                        scale_row);
+        load_box<kCtas>(smem_address(shared_.codes[ring.index]), &maps_.codes, told, element, weight_row);
+        if constexpr (!Config::AlongK) {
+          load_box<kCtas>(smem_address(shared_.scales[ring.index]), &maps_.scales, told,
+                          step * kScaleElements, scale_row);
+        }
       }
       for (int i = 0; i < boxes; ++i) {
         load_box<kCtas>(smem_address(shared_.x[ring.index]) + i * kBoxRows * kRowBytes, &maps_.x, told,
-                        step * kRowBytes, x_row + i * kBoxRows);
+                        element, x_row + i * kBoxRows);
       }
     }
   }
 
-  // ---- scales of X ----
+  // ---- scales of X, and with groups along K those of the weights ----
 
   // The words of a step for each of a lane's rows: rows lane, lane + 32, lane + 64, lane + 96 of each block.
   using RowScales = std::conditional_t<Config::Nvfp4, uint4, std::conditional_t<Config::Fp8, uint1, uint2>>;
-  struct Scales {
+  struct ScalesOfX {
     RowScales row[Config::Blocks][4];
   };
+  struct ScalesOfBoth {
+    ScalesAlongK<Config> x[Config::Blocks], weights;
+  };
+  using Scales = std::conditional_t<Config::AlongK, ScalesOfBoth, ScalesOfX>;
   static_assert(sizeof(RowScales) == Config::Step / Config::ScaleBlock);
 
-  // Tensor cores read ue4m3, without a sign. A scale that has one becomes NaN. ue8m0 has no sign.
-  static __device__ __forceinline__ uint32_t without_signs(uint32_t word) {
-    if constexpr (!Config::Nvfp4) return word;
-    const uint32_t signs = word & 0x80808080u;
-    return (word & 0x7F7F7F7Fu) | (signs - (signs >> 7));
-  }
-
-  __device__ __forceinline__ Scales load_scales(const Tile& tile, int step) const {
-    Scales found;
+  __device__ __forceinline__ void load_scales(const ProductTile& tile, int step, ScalesOfX& found) const {
 #pragma unroll
     for (int block = 0; block < Config::Blocks; ++block) {
 #pragma unroll
@@ -203,7 +203,7 @@ class ProductBlock {
         if (Config::Fp8 && problem_.x_scales == nullptr) {
           found.row[block][i].x = 0x7F7F7F7Fu;  // ones
         } else if (row < tile.rows && step < tile.steps) {
-          const int64_t from = int64_t(tile.row + row) * problem_.x_scale_bytes + step * sizeof(RowScales);
+          const int64_t from = int64_t(tile.x_row + row) * problem_.x_scale_bytes + step * sizeof(RowScales);
           if constexpr (Config::Fp8) {
             found.row[block][i].x = __ldg(reinterpret_cast<const unsigned*>(problem_.x_scales + from));
           } else {
@@ -212,10 +212,23 @@ class ProductBlock {
         }
       }
     }
-    return found;
   }
 
-  __device__ __forceinline__ void store_scales(const Scales& scales, int stage) const {
+  __device__ __forceinline__ void load_scales(const ProductTile& tile, int step, ScalesOfBoth& found) const {
+    const int first = (tile.k_copied + step * Config::Step) / Config::ScaleBlock;
+    const int row_bytes = problem_.x_scale_bytes;
+    const bool exists = step < tile.steps;
+#pragma unroll
+    for (int block = 0; block < Config::Blocks; ++block) {
+      const int rows = exists ? tile.rows - block * 128 : 0;
+      found.x[block].load(problem_.x_scales, row_bytes, tile.x_row + block * 128, rows, first);
+    }
+    const int row = weight_tile(tile) * kRows;
+    found.weights.load(problem_.scales, row_bytes, row, exists ? problem_.n - row : 0, first);
+  }
+
+  __device__ __forceinline__ void store_scales(const ProductTile&, int, int stage,
+                                               const ScalesOfX& scales) const {
     const uint32_t to = smem_address(shared_.x_scales[stage]) + threadIdx.x % kWarp * 16;
 #pragma unroll
     for (int block = 0; block < Config::Blocks; ++block) {
@@ -232,24 +245,38 @@ class ProductBlock {
     }
   }
   static __device__ __forceinline__ uint4 pick(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-    return make_uint4(without_signs(a), without_signs(b), without_signs(c), without_signs(d));
+    return make_uint4(without_signs<Config>(a), without_signs<Config>(b), without_signs<Config>(c),
+                      without_signs<Config>(d));
+  }
+
+  __device__ __forceinline__ void store_scales(const ProductTile& tile, int step, int stage,
+                                               const ScalesOfBoth& scales) const {
+    constexpr int kBlock = Config::ScaleBlock;
+    const int step_at = tile.k_copied + step * Config::Step, first = step_at / kBlock;
+    const int begin = (tile.k_begin - step_at) / kBlock, end = (tile.k_end - step_at) / kBlock;
+    constexpr int kBytes = Config::StepBlocks * kBlockBytes;
+#pragma unroll
+    for (int block = 0; block < Config::Blocks; ++block)
+      scales.x[block].store(smem_address(shared_.x_scales[stage]) + block * kBytes, first, begin, end);
+    scales.weights.store(smem_address(shared_.scales[stage]), first, begin, end);
   }
 
   // Arranges the scales of every other step. Those of the next such step load meanwhile. Each block of a pair
   // needs the scales of all tokens, and arranges them.
   __device__ __forceinline__ void arrange_scales(int own) {
-    Walk walk(problem_.tiling);
-    Tile tile;
+    Walk walk(problem_);
+    ProductTile tile;
     Ring<Config::Stages> ring;
     int turn = 0;
     while (walk.next(tile)) {
-      Scales next = load_scales(tile, turn == own ? 0 : 1);
+      Scales next;
+      load_scales(tile, turn == own ? 0 : 1, next);
       for (int step = 0; step < tile.steps; ++step, ring.next(), turn ^= 1) {
         if (turn != own) continue;
         const Scales now = next;
-        next = load_scales(tile, step + kScaleWarps);
+        load_scales(tile, step + kScaleWarps, next);
         barrier_wait(smem_address(&shared_.empty[ring.index]), ring.parity ^ 1);
-        store_scales(now, ring.index);
+        store_scales(tile, step, ring.index, now);
         fence_async_proxy();
         arrive(shared_.full[ring.index]);
       }
@@ -261,8 +288,8 @@ class ProductBlock {
   // As in copy(), one thread waits and starts the products.
   __device__ __forceinline__ void multiply(uint32_t columns) {
     const bool leads = elect_lane();
-    Walk walk(problem_.tiling);
-    Tile tile;
+    Walk walk(problem_);
+    ProductTile tile;
     Ring<Config::Stages> ring;
     Ring<kBuffers> buffer;
     for (; walk.next(tile); buffer.next()) {
@@ -271,15 +298,16 @@ class ProductBlock {
     }
   }
 
-  __device__ __forceinline__ void multiply_tile(const Tile& tile, uint32_t columns,
+  __device__ __forceinline__ void multiply_tile(const ProductTile& tile, uint32_t columns,
                                                 Ring<Config::Stages>& ring, const Ring<kBuffers>& buffer) {
     const int tokens = tokens_of(tile);
     const uint32_t sums = columns + buffer.index * Config::MaxTokens;
     barrier_wait(smem_address(&shared_.sums_empty[buffer.index]), buffer.parity ^ 1);
+    tensor_fence_after();  // a tile may have no step
     for (int step = 0; step < tile.steps; ++step, ring.next()) {
       barrier_wait(smem_address(&shared_.full[ring.index]), ring.parity);
       tensor_fence_after();
-      start_step(columns, sums, tokens, ring.index, parts_of(step), step > 0);
+      start_step(columns, sums, tokens, ring.index, parts_of(tile, step), step > 0);
       tensor_commit<kCtas>(smem_address(&shared_.empty[ring.index]), kPair);
     }
     tensor_commit<kCtas>(smem_address(&shared_.sums_full[buffer.index]), kPair);
@@ -315,13 +343,14 @@ class ProductBlock {
   // A thread has one weight row, and tokens one after the other.
   __device__ __forceinline__ void store(uint32_t columns) {
     const int quarter = threadIdx.x / kWarp % 4;
-    Walk walk(problem_.tiling);
-    Tile tile;
+    Walk walk(problem_);
+    ProductTile tile;
     Ring<kBuffers> buffer;
     for (; walk.next(tile); buffer.next()) {
       const int column = weight_tile(tile) * kRows + quarter * kWarp + threadIdx.x % kWarp;
       const bool exists = column < problem_.n;
-      const float global = problem_.global_scale == nullptr ? 1.f : __ldg(problem_.global_scale + tile.group);
+      const float global =
+          problem_.global_scale == nullptr ? 1.f : __ldg(problem_.global_scale + tile.weights);
       float bias = 0;
       if (problem_.bias != nullptr && exists) {
         bias = load_as_float(problem_.bias, int64_t(tile.group) * problem_.n + column, problem_.bias_type);
@@ -332,16 +361,18 @@ class ProductBlock {
       tensor_fence_after();
 #pragma unroll 1
       for (int token = 0; token < tile.rows; token += kEachTokens) {
-        uint32_t values[kEachTokens];
-        __syncwarp();  // lanes without a row stored nothing
-        tensor_load(sums + token, values);
-        tensor_load_wait(values);
+        uint32_t values[kEachTokens] = {};
+        __syncwarp();                             // lanes without a row stored nothing
+        if (!Config::AlongK || tile.steps > 0) {  // a group along K can be empty
+          tensor_load(sums + token, values);
+          tensor_load_wait(values);
+        }
 #pragma unroll
         for (int i = 0; i < kEachTokens; ++i) {
           if (token + i >= tile.rows || !exists) continue;
           const int64_t row = tile.row + token + i;
           float factor = global;
-          if (problem_.x_factor != nullptr) factor *= __ldg(problem_.x_factor + row);
+          if (problem_.x_factor != nullptr) factor *= __ldg(problem_.x_factor + tile.x_row + token + i);
           const float value = __uint_as_float(values[i]) * factor + bias;
           store_one(problem_.out, row * problem_.n + column, value, problem_.out_type);
         }

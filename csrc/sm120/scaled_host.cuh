@@ -45,7 +45,7 @@ constexpr int kCandidateCount = std::size(kCandidates<true>);
 
 // Returns 0, a cudaError_t or a LaunchError.
 inline int run(const ScaledArguments& a) {
-  if (!is_valid(a, kPart, 4, kCandidateCount) || a.x_fp8 || a.a_div < 1 ||
+  if (!is_valid(a, kPart, 4, kCandidateCount) || a.x_fp8 || a.k_ends != nullptr || a.a_div < 1 ||
       (a.sorted_rows != nullptr && a.mode != RowMode::kContiguous))
     return kBadArgument;
   if (a.m == 0) return 0;

@@ -139,8 +139,46 @@ def half_of_k(given):
     given.k = 128
 
 
+def along_k(change):
+    """Does so only with groups along K."""
+
+    @functools.wraps(change)
+    def changed(given):
+        if given.k_ends:
+            change(given)
+
+    return changed
+
+
+@along_k
+def no_factor(given):
+    given.x_factor = None
+
+
+@along_k
+def ends_at_steps(given):
+    given.k = given.k // 256 * 256
+
+
+@along_k
+def shifted_codes(given):
+    given.codes += 16
+
+
+@along_k
+def scales_of_half_a_word(given):
+    given.scales += 4
+
+
+@along_k
+def one_group(given):
+    given.groups = 1
+
+
 BOTH = other_factor, shifted_scales, no_bias, other_results, other_format
 WRONG = [(FAMILIES[0], "nvfp4", change) for change in BOTH]
+ALONG_K = no_factor, ends_at_steps, shifted_codes, scales_of_half_a_word, one_group
+WRONG += [(FAMILIES[0], format, change) for format in ("nvfp4", "mxfp4") for change in ALONG_K]
 WRONG += [(FAMILIES[1], "nvfp4", change) for change in (*BOTH, no_order, other_rows)]
 WRONG += [(FAMILIES[0], "fp8", change) for change in (*BOTH, half_of_k)]
 
@@ -169,6 +207,12 @@ def operators(family, format, launches, monkeypatch):
 
     monkeypatch.setattr(native, "takes", fits)
     monkeypatch.setattr(native, "multiplies", fits)
+
+    def fits_along_k(w, a_format):
+        kernels = family.launcher
+        return kernels.ALONG_K and a_format == w.fmt.name and w.k % kernels.PART_ALONG_K == 0
+
+    monkeypatch.setattr(native, "takes_along_k", fits_along_k)
     monkeypatch.setattr(support, "takes", lambda *_: False)  # as with an older Triton on 12.1
     capability = divmod(family.capability, 10)
     tiles.pretend(tiles.Device(f"like {family.name}", capability, family.shared_bytes, 48))
@@ -195,6 +239,9 @@ def test_operators(family, format, operators, launches):
         "grouped_mm_masked": (b, w.operands(), (torch.tensor([0, 9, 4]).int().clamp(max=7),)),
         "indexed_mm": (a, w.operands(), (ids,)),
     }
+    if family.launcher.ALONG_K and format != "fp8":
+        ends = torch.tensor([32, 32, 96, 160, k]).int()
+        calls["grouped_mm_k"] = (a, one, (ends,))
     for name, (x, operands, args) in calls.items():
         a_format = "" if format == "fp8" else format
         given = {"a_scale": x.scale, "a_global_scale": x.global_scale, "a_format": a_format}

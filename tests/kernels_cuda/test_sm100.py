@@ -315,7 +315,7 @@ def test_what_it_refuses(built):
 # --- errors that the emulator finds ---
 
 KERNEL, CONFIG = "sm100/products_kernel.cuh", "sm100/products_config.cuh"
-HOST = "sm100/products_host.cuh"
+HOST, ALONG_K = "sm100/products_host.cuh", "sm100/products_along_k.cuh"
 WAIT = "barrier_wait(smem_address(&shared_.{}), {});\n"
 EMPTY = WAIT.format("empty[ring.index]", "ring.parity ^ 1")
 COMMIT = "tensor_commit<kCtas>(smem_address(&shared_.sums_full[buffer.index]), kPair);"
@@ -336,8 +336,8 @@ ERRORS = {
     "rows of weights' scales": (HOST, "a.groups) * ceil_div(a.n, kRows)", "a.groups) * (a.n / kRows)"),
     "block of scales": (KERNEL, "(i * Config::Blocks + block) * kBlockColumns", "(block * 4 + i) * 4"),
     "rows of scales": (KERNEL, "pick(row[0].x, row[1].x,", "pick(row[1].x, row[0].x,"),
-    "next scales": (KERNEL, "load_scales(tile, step + kScaleWarps)", "load_scales(tile, step + 1)"),
-    "scales of the tile": (KERNEL, "scale_row = tile.group * tiles + own;", "scale_row = own;"),
+    "next scales": (KERNEL, "load_scales(tile, step + kScaleWarps,", "load_scales(tile, step + 1,"),
+    "scales of the tile": (KERNEL, "scale_row = tile.weights * tiles + own;", "scale_row = own;"),
     "boxes": (KERNEL, "ceil_div(tokens, kBoxRows)", "max(1, tokens / kBoxRows)"),
     "first product": (KERNEL, "step > 0);", "true);"),
     "later products": (KERNEL, "keep || i > 0", "keep"),
@@ -383,16 +383,16 @@ ERRORS |= {
         "bytes of one block's weights": (KERNEL, "bytes = with_weights *", "bytes = 1 *"),
         "bytes of no weights": (KERNEL, "min(kCtas, tiles - tile.column * kCtas)", "kCtas"),
         "bytes of one block's tokens": (KERNEL, "+ kCtas * boxes * kBoxRows", "+ boxes * kBoxRows"),
-        "first half of the tokens": (KERNEL, "tile.row + rank_ * tokens", "tile.row"),
+        "first half of the tokens": (KERNEL, "tile.x_row + rank_ * tokens", "tile.x_row"),
         "halves in the other order": (KERNEL, "rank_ * tokens", "(rank_ ^ (kCtas - 1)) * tokens"),
-        "whole boxes": (KERNEL, "tile.row + rank_ * tokens", "tile.row + rank_ * boxes * kBoxRows"),
+        "whole boxes": (KERNEL, "x_row + rank_ * tokens", "x_row + rank_ * boxes * kBoxRows"),
         "weights of the even block": (KERNEL, "tile.column * kCtas + rank_; }", "tile.column * kCtas; }"),
         "no weights": (KERNEL, "has_weights = own < tiles", "has_weights = true"),
         "arrivals of scales": (KERNEL, "1 + kCtas * kWarp", "1 + kWarp"),
         "arrivals of results": (KERNEL, "kCtas * kStoreThreads", "kStoreThreads"),
         "arrivals at the own barrier": (KERNEL, REMOTE + "0)", REMOTE + "cluster_rank())"),
         "both multiply": (KERNEL, "if (rank_ == 0) multiply", "multiply"),
-        "out of step": (KERNEL, WALK + "Config::Ctas>", WALK + "1>"),
+        "out of step": (ALONG_K, WALK + "Config::Ctas>", WALK + "1>"),
         "columns of one block": (HOST, "ceil_div(all.n, Config::Ctas * kRows)", "ceil_div(all.n, kRows)"),
         "rows of one block": (CONFIG, "kRowsOfA = kCtas * kRows", "kRowsOfA = kRows"),
         "scales of half of the tokens": (KERNEL, "row < tile.rows &&", "row < tile.rows / kCtas &&"),
@@ -404,13 +404,16 @@ ERRORS |= {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
+def compiled(made: Path) -> tuple[Path, list[Path]]:
     """A copy of the sources, and the objects of all but the kernels."""
-    made = tmp_path_factory.mktemp("sm100")
     found = emulated.copy_sources("sm100", made)
     others = [emulated.compile_one("sm100", file) for file in found if file.name != "products_sm100.cu"]
     return made, others
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    return compiled(tmp_path_factory.mktemp("sm100"))
 
 
 def cases() -> list[tuple[Case, int]]:
@@ -429,21 +432,28 @@ def cases() -> list[tuple[Case, int]]:
     ]
 
 
-DRAWN = ERRORS if ASKED == "all" else random.Random(SEED).sample(list(ERRORS), 8)
+def drawn(errors: dict, count: int) -> list[str]:
+    return list(errors) if ASKED == "all" else random.Random(SEED).sample(list(errors), count)
 
 
-@pytest.mark.parametrize("error", [None, *DRAWN])
-def test_injected_errors_are_found(error, sources, tmp_path):
+def with_error(error: tuple[str, str, str] | None, sources, to: Path) -> ctypes.CDLL:
+    """Returns the kernels with a file's text replaced."""
     made, others = sources
-    name, old, new = ERRORS[error] if error else (KERNEL, "kernel", "kernel")
+    name, old, new = error or (KERNEL, "kernel", "kernel")
     file = made / name
     text = file.read_text()
     assert text.count(old) == 1 or error is None
     try:
         file.write_text(text.replace(old, new))
         kernels = emulated.compile_one("sm100", made / "sm80/products_sm100.cu")
-        library = opened(emulated.link([*others, kernels], tmp_path / "kernels.so"), multiprocessors=2)
+        library = opened(emulated.link([*others, kernels], to / "kernels.so"), multiprocessors=2)
         library.emulator_patience(30 if error is None else 5)
     finally:
         file.write_text(text)
+    return library
+
+
+@pytest.mark.parametrize("error", [None, *drawn(ERRORS, 8)])
+def test_injected_errors_are_found(error, sources, tmp_path):
+    library = with_error(ERRORS.get(error), sources, tmp_path)
     assert all(case.agrees(library, config) for case, config in cases()) == (error is None)

@@ -23,6 +23,8 @@ KINDS = FP4_FORMATS
 """Formats of the rows and weights that the kernels multiply."""
 PART, COLUMNS, SCALE_BYTES = 64, 8, 4
 """K must be a multiple of PART, N of COLUMNS, and rows of scales begin at multiples of SCALE_BYTES."""
+ALONG_K = False
+"""True if the kernels multiply groups along K."""
 DENSE, CONTIGUOUS, MASKED = range(3)
 """Values of `RowMode` in csrc/device/interface.h."""
 CANDIDATES = 4
@@ -32,7 +34,7 @@ FEWEST_ROWS = 0
 
 _POINTERS = (
     *("x", "x_scales", "x_factor", "codes", "scales", "global_scale", "bias", "out", "group_rows"),
-    "stream",
+    *("k_ends", "stream"),
 )
 _NUMBERS = (
     *("m", "groups", "n", "k", "x_scale_bytes", "nvfp4", "config", "mode", "out_type", "bias_type"),
@@ -83,6 +85,9 @@ class Route(NamedTuple):
     """int32 [groups]: ends of the groups, or with MASKED the number of rows in each."""
     sorted_rows: Tensor | None = None
     """int32 [m], with CONTIGUOUS: the row at each sorted position. None: the identity."""
+    k_ends: Tensor | None = None
+    """int32 [groups], with DENSE: the end of each group along K, if groups lie along K. The weights are one
+    matrix then, and results are [groups * m, N]."""
 
 
 def has_kernels(device_index: int, major: int, function: str) -> bool:
@@ -139,11 +144,14 @@ def shared_arguments(
     fp8 = x.packed.dtype == torch.float8_e4m3fn
     codes = aligned(w.packed, 32 if fp8 else 16)
     groups, n, bytes_of_k = codes.shape
+    if route.k_ends is not None:
+        groups = len(route.k_ends)
     return dict(
         x=address(x.packed), x_scales=address(x.scale), x_factor=address(x.factor), codes=address(codes),
         scales=address(w_scale), global_scale=address(w.global_scale), bias=address(w.bias),
-        out=address(out), group_rows=address(route.group_rows), stream=stream(), m=m, groups=groups, n=n,
-        k=2 * bytes_of_k, x_scale_bytes=0 if x.scale is None else x.scale.shape[1],
+        out=address(out), group_rows=address(route.group_rows), k_ends=address(route.k_ends),
+        stream=stream(), m=m, groups=groups, n=n, k=2 * bytes_of_k,
+        x_scale_bytes=0 if x.scale is None else x.scale.shape[1],
         nvfp4=FORMATS[w.format].has_global_scale, x_fp8=fp8, config=config,
         mode=route.mode, out_type=DTYPE_CODES[out.dtype],
         bias_type=0 if w.bias is None else DTYPE_CODES[w.bias.dtype],

@@ -14,7 +14,17 @@ from torch.nn.functional import pad
 
 from ...meta.formats import FORMATS, FP4_FORMATS
 from .library import call
-from .scaled import Route, Rows, ScaledProduct, Weights, candidate_name, has_kernels, shared_arguments
+from .scaled import (
+    Route,
+    Rows,
+    ScaledProduct,
+    Weights,
+    aligned,
+    candidate_name,
+    has_kernels,
+    shared_arguments,
+    with_scales_of,
+)
 from .scaled import takes as scaled_takes
 
 MAJOR = 10
@@ -23,6 +33,8 @@ KINDS = (*FP4_FORMATS, "fp8")
 """Formats of the rows that the kernels multiply by weights of the same format; fp8 rows by mxfp4 weights."""
 FP8_PART = 128
 """K must be a multiple of it with fp8 rows: so many codes the copy engine unpacks."""
+ALONG_K, PART_ALONG_K = True, 32
+"""Groups along K are multiplied, if K is a multiple of so many codes: 16 bytes."""
 CANDIDATES = 3
 """Number of candidates in csrc/sm100/products_host.cuh."""
 FEWEST_ROWS = 16
@@ -31,6 +43,8 @@ all weights: it reads and writes a quarter as many bytes as the weights have. Wi
 would be of weights that no row reads."""
 SCALE_BYTES = 16
 """Rows of scales begin at multiples of this number of bytes."""
+SCALE_BYTES_ALONG_K = 4
+"""The same, of both operands, with groups along K."""
 TILE, PART = 128, 4
 """Rows and scales of a row that a block of the weights' scales has."""
 NAN = 0x7F
@@ -68,6 +82,14 @@ def swizzled(scale: Tensor, nvfp4: bool) -> Tensor:
     return torch.clamp(rows, max=NAN if nvfp4 else 0xFF, out=blocks).view(groups, -1)
 
 
+def scales_along_k(x: Rows, w: Weights) -> tuple[Rows, Tensor]:
+    """Returns rows, and the scales of weights [1, N, S] in layout plain. Rows of both have as many bytes."""
+    x = with_scales_of(x, SCALE_BYTES_ALONG_K)
+    assert x.scale is not None
+    missing = x.scale.shape[1] - w.scale.shape[2]
+    return x, aligned(pad(w.scale.view(torch.uint8), (0, missing)) if missing else w.scale)
+
+
 # --- launches ---
 
 
@@ -80,9 +102,11 @@ def arguments(
     `m`: rows of the output, or with MASKED rows of each group. `config`: number of a candidate, or -1. The
     route must have no `sorted_rows`.
     """
-    given, alive = shared_arguments(
-        x, w, swizzled(w.scale, FORMATS[w.format].has_global_scale), SCALE_BYTES, out, m, route, config
-    )
+    if route.k_ends is None:
+        scale, scale_bytes = swizzled(w.scale, FORMATS[w.format].has_global_scale), SCALE_BYTES
+    else:
+        (x, scale), scale_bytes = scales_along_k(x, w), SCALE_BYTES_ALONG_K
+    given, alive = shared_arguments(x, w, scale, scale_bytes, out, m, route, config)
     return ScaledProduct(**given), alive
 
 

@@ -152,7 +152,7 @@ def grouped_mm_k(
     def fp4():
         return scaled.grouped_mm_k(scaled.rows_of(a, a_scale, a_global_scale), wt, offs, dtype)
 
-    return or_else(wt, a_format, fp4, other)
+    return or_else(wt, a_format, fp4, other, cuda.takes_along_k(wt, a_format))
 
 
 def moe(

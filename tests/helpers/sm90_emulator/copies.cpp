@@ -51,6 +51,9 @@ void Block::load(size_t which) {
   const uint32_t elements = map.box[0] * map.box[1] * map.box[2], bytes = elements * map.element;
   // A map of 16 codes in 16 bytes counts codes, and its boxes begin at multiples of 128.
   if (map.gap > 0 && load.x % 128 != 0) return fail("a box of codes begins between its multiples");
+  // Seen on an H200: with any other coordinate the copy is an illegal instruction.
+  if (map.gap == 0 && load.x * int64_t(map.element) % 16 != 0)
+    return fail("a box does not begin at a multiple of 16 bytes");
   const int x = map.gap > 0 ? load.x / kCodes : load.x;
   for (uint32_t rank = 0; rank < cluster_.blocks.size(); ++rank) {
     if ((load.blocks >> rank & 1) == 0) continue;

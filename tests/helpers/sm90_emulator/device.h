@@ -81,6 +81,9 @@ inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __ffs(uint32_t v) { return __builtin_ffs(v); }
 inline int __clz(uint32_t v) { return v ? __builtin_clz(v) : 32; }
 inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
+inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t shift) {
+  return (uint64_t(high) << 32 | low) >> shift % 32;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline float rsqrtf(float v) { return 1 / std::sqrt(v); }
 inline half2 __hfma2(half2 a, half2 b, half2 c) {  // rounded once

@@ -9,6 +9,7 @@ compared with the dequantised product. Triton's kernels run if that differs. Thi
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from types import ModuleType
@@ -64,6 +65,18 @@ def multiplies(w: WeightArgs, a_format: str) -> bool:
     return w.groups <= MOST_GROUPS and runs(a_format, index)
 
 
+def takes_along_k(w: WeightArgs, a_format: str) -> bool:
+    """True if the kernels multiply groups along K of rows of `a_format` and this weight, and passed the
+    check. They need no pass over the weights' scales, so they are used for any number of rows."""
+    if not w.codes.is_cuda or a_format != w.fmt.name or w.fmt.element != "e2m1":
+        return False
+    index = w.codes.device.index
+    kernels = launcher(index)
+    return (
+        kernels is not None and kernels.ALONG_K and w.k % kernels.PART_ALONG_K == 0 and runs(a_format, index)
+    )
+
+
 def runs(format: str, device_index: int) -> bool:
     """True if the GPU has these kernels, and those for rows of the format passed the check."""
     here = launcher(device_index)
@@ -87,7 +100,7 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
     shape: N and K of the weights; N ends inside a tile, and K inside a step, but with fp8 rows at its end.
 
     Each candidate runs with float32 results without bias, and in one of the 16-bit dtypes with a bias and two
-    rows of results for each row.
+    rows of results for each row. Groups along K have neither.
     It is infinite if repeats differ in a bit, or if a kernel does not run.
     """
     generator, kernels = torch.Generator().manual_seed(0), launcher(torch.cuda.current_device())
@@ -119,6 +132,20 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
         factor /= 64  # so that results are no larger than those of FP4 rows, and fit float16
         return scaled.Rows(e4m3, None, factor), e4m3.double() * factor[:, None].double()
 
+    def repeated(*given, out: tuple[tuple[int, int], torch.dtype]) -> Tensor | None:
+        """The results of a product, or None if it does not run, or if repeats differ."""
+        outs = []
+        for _ in range(repeats):
+            outs.append(torch.full(out[0], torch.nan, device=place, dtype=out[1]))
+            try:
+                kernels.multiply(*given[:2], outs[-1], *given[2:])
+            except RuntimeError as error:
+                logging.getLogger("fp4_ops").warning(
+                    "fp4: %s x %s by CUDA does not run: %s", format, weights, error
+                )
+                return None
+        return outs[0] if all(torch.equal(one, outs[0]) for one in outs[1:]) else None
+
     weight = random((groups, n))
     dense = values(*weight)
     bias = torch.randn((groups, n), generator=generator, device="cpu", dtype=torch.float32).to(place)
@@ -133,27 +160,37 @@ def first_error(format: str, repeats: int = 3, shape: tuple[int, int] = (2632, 8
                 added = bias[own].to(dtype) if a_div > 1 else None
                 codes, scales, factor = (t[own] for t in weight)
                 w = scaled.Weights(codes, scales, factor, added, weights)
-                outs = []
-                for _ in range(repeats):
-                    out = torch.full((ids.numel(), n), torch.nan, device=place, dtype=dtype)
-                    try:
-                        kernels.multiply(x, w, out, m, route, a_div, config)
-                    except RuntimeError as error:
-                        logging.getLogger("fp4_ops").warning(
-                            "fp4: %s x %s by CUDA does not run: %s", format, weights, error
-                        )
-                        return math.inf
-                    outs.append(out)
+                got = repeated(x, w, m, route, a_div, config, out=((ids.numel(), n), dtype))
+                if got is None:
+                    return math.inf
                 exact = x_values.repeat_interleave(a_div, 0)[: ids.numel()]
-                want = torch.zeros_like(outs[0], dtype=torch.float64)
+                want = torch.zeros_like(got, dtype=torch.float64)
                 for e in range(groups):
                     want[ids == e] = exact[ids == e] @ dense[e].mT
                     if added is not None:
                         want[ids == e] += added[e].double() if e < len(added) else 0
-                if any(not torch.equal(out, outs[0]) for out in outs[1:]):
-                    return math.inf
-                found = max(found, relative_error(outs[0], want) / ROUNDING[dtype])
+                found = max(found, relative_error(got, want) / ROUNDING[dtype])
+            if not kernels.ALONG_K or format == "fp8":
+                continue
+            ends = _ends(k, fmt.block).to(place)
+            parts = [slice(*pair) for pair in itertools.pairwise([0, *ends.tolist()])]
+            x, x_values = random_rows(m := 37)
+            codes, scales, factor = (t[:1] for t in weight)
+            w = scaled.Weights(codes, scales, factor, None, weights)
+            route = scaled.Route(scaled.DENSE, k_ends=ends)
+            got = repeated(x, w, m, route, 1, config, out=((len(parts) * m, n), dtype))
+            if got is None:
+                return math.inf
+            for one, part in zip(got.view(-1, m, n), parts, strict=True):
+                want = x_values[:, part] @ dense[0][:, part].mT
+                found = max(found, relative_error(one, want) / ROUNDING[dtype])
     return found
+
+
+def _ends(k: int, block: int) -> Tensor:
+    """Returns ends of groups along K that lie inside of words of scales and of instructions; one is empty."""
+    ends = [block, 4 * block, 4 * block, 5 * block, k - 3 * block, k - block]
+    return torch.tensor(ends, dtype=torch.int32, device="cpu")
 
 
 def _routes(counts: Tensor) -> list[tuple[scaled.Route, int, Tensor]]:

@@ -125,10 +125,17 @@ def native_route(prepare, m: int, *args) -> tuple[int, launcher.Route]:
 def grouped_mm_k(a: Rows, w: WeightArgs, offs: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
     """Does the same as ops.grouped_mm_k. Groups must begin and end at blocks of scales of both operands."""
     m, groups = a.packed.shape[0], offs.shape[0]
-    out = torch.zeros((groups, m, w.n), dtype=out_dtype, device=a.packed.device)
-    if out.numel() and w.k:
-        ends = offs.clamp(0, w.k).cummax(0).values
-        run_triton(ops.prepare_columns, a, m, w._replace(groups=1), out, ends)
+    w = w._replace(groups=1)
+    cuda = native.takes_along_k(w, w.fmt.name)
+    make = torch.empty if cuda else torch.zeros
+    out = make((groups, m, w.n), dtype=out_dtype, device=a.packed.device)
+    if out.numel() == 0 or w.k == 0:
+        return out
+    ends = offs.clamp(0, w.k).cummax(0).values
+    if cuda:
+        native.multiply(a, w, out, m, launcher.Route(launcher.DENSE, k_ends=ends))
+    else:
+        run_triton(ops.prepare_columns, a, m, w, out, ends)
     return out
 
 
