@@ -13,11 +13,15 @@ token numbers: "17 4 25".
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
@@ -71,6 +75,15 @@ class Stream:
             )
 
 
+def refuse(parser: argparse.ArgumentParser, reason: str) -> NoReturn:
+    """Ends the process with a reason. torchrun repeats what is in the error file, below its own traceback."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        message = {"message": reason, "extraInfo": {"timestamp": int(time.time())}}
+        Path(file).write_text(json.dumps({"message": message}))
+    parser.error(reason)
+
+
+@record  # torchrun then ends with the traceback of this process, not only with its own
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -81,16 +94,17 @@ def main() -> None:
     args = parser.parse_args()
 
     if "RANK" not in os.environ:
-        parser.error(
+        refuse(
+            parser,
             "this process has no rank. Start it by torchrun: torchrun --nproc-per-node 2 "
-            "examples/serve_two_gpus.py MODEL PROMPT"
+            "examples/serve_two_gpus.py MODEL PROMPT",
         )
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = AutoConfig.from_pretrained(args.model)
     if reason := why_not(config, ranks):
         fit = [n for n in range(1, ranks) if not why_not(config, n)]
         advice = f"number, such as {fit[-1]}: torchrun --nproc-per-node N" if fit else "model"
-        parser.error(f"{args.model} {reason}. Choose another {advice}")
+        refuse(parser, f"{args.model} {reason}. Choose another {advice}")
     as_numbers = all(word.isdigit() for word in args.prompt.split())
     tokenizer = None
     if not as_numbers:
@@ -98,17 +112,18 @@ def main() -> None:
         try:
             tokenizer = AutoTokenizer.from_pretrained(args.model)
         except Exception as error:  # each kind of tokenizer raises its own errors
-            parser.error(f"{args.model} has no tokenizer that can be loaded: {error}\n{numbers}")
+            refuse(parser, f"{args.model} has no tokenizer that can be loaded: {error}\n{numbers}")
         if not tokenizer(args.prompt).input_ids:
             # some kinds have no vocabulary if their files are missing
-            parser.error(f"{args.model} has no tokenizer. {numbers}")
+            refuse(parser, f"{args.model} has no tokenizer. {numbers}")
     on_gpus = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpus else torch.device("cpu")
     if on_gpus:
         if device.index >= torch.cuda.device_count():
-            parser.error(
+            refuse(
+                parser,
                 f"process {device.index} has no GPU; there are {torch.cuda.device_count()}, one for each "
-                "process (torchrun --nproc-per-node)"
+                "process (torchrun --nproc-per-node)",
             )
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo", device_id=device if on_gpus else None)

@@ -68,6 +68,26 @@ def test_it_says_how_it_is_started(place, words, tmp_path):
     assert done.returncode == 2 and words in " ".join(done.stderr.split()), done.stderr[-2000:]
 
 
+@pytest.mark.parametrize(
+    "broken, words",
+    [
+        (False, "3 processes cannot share equally. Choose another number, such as 2: torchrun"),
+        pytest.param(True, "ValueError: fp4: model.layers.0.mlp.experts.", marks=pytest.mark.more),
+    ],
+    ids=["a number that does not fit", "experts with NaN"],
+)
+def test_torchrun_ends_with_the_reason(broken, words, tmp_path):
+    """After the traceback of its own."""
+    model = tiny()
+    if broken:
+        model.model.layers[0].mlp.experts.down_proj.data.fill_(torch.nan)
+    model.save_pretrained(tmp_path)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2" if broken else "3", str(EXAMPLE)]
+    done = forks.run([*command, str(tmp_path), "5 6 7"], environment())
+    said = done.stderr.rpartition("ChildFailedError")[2]
+    assert done.returncode == 1 and words in said.rpartition("Root Cause")[2], done.stderr[-3000:]
+
+
 def test_for_a_model_without_experts_it_names_no_number(tmp_path):
     transformers.Qwen3Config(num_attention_heads=2, num_key_value_heads=2).save_pretrained(tmp_path)
     env = environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2")
