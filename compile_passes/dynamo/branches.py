@@ -279,7 +279,8 @@ def _past_constant(tx: Tracer, at: Instruction) -> Instruction | None:
         owner = found.realize()
         if not isinstance(owner, modules) or not isinstance(name, str):
             return None
-        found, i = owner.var_getattr(tx, name), i + 1
+        read = getattr(owner, "tp_getattro_impl", None) or owner.var_getattr  # torch 2.14 renamed it
+        found, i = read(tx, name), i + 1
     jump = tx.instructions[i + (tx.instructions[i].opname == "TO_BOOL")]
     if found is None or i == tx.indexof[at] + 1 or jump.opname not in JUMPS:
         return None
