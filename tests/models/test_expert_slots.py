@@ -19,9 +19,11 @@ from fp4_ops.models.memory_plan import plan_memory
 
 
 @pytest.fixture(autouse=True)
-def small_reserve(monkeypatch):
-    """Budgets of tiny models need not hold a cache of keys and values."""
+def small_reserve_on_the_cpu(monkeypatch):
+    """Budgets of tiny models need not hold a cache of keys and values. The inputs are on the CPU, so a GPU of
+    this machine is not used."""
     monkeypatch.setattr(memory_plan, "RESERVE_LEAST", 1)
+    monkeypatch.setattr(expert_slots, "default_device", lambda: torch.device("cpu"))
 
 
 class Calls(TorchDispatchMode):
