@@ -155,7 +155,7 @@ def vllm_experts() -> str:
 
 @table
 def vllm_engine() -> str:
-    names = [f"vllm_engine_{name}_h200" for name in ("48", "mixtral", "turns", "demo")]
+    names = [f"vllm_engine_{name}_h200" for name in ("48", "mixtral", "eight", "turns", "demo")]
     heads = ["model", "layers", "sequences", "vLLM, tokens/s", "fp4_ops, tokens/s", "ratio",
              "vLLM again, ratio", "prompts: vLLM, ms", "fp4_ops, ms", "ratio",
              "kernels of a step: vLLM, ms", "fp4_ops, ms"]  # fmt: skip
@@ -193,3 +193,21 @@ def llama_cpp() -> str:
                       a["ms"] / b["ms"], a["gb"], b["gb"]])  # fmt: skip
     files = dict.fromkeys(name for pair in names.values() for name in pair)
     return f"{grid(heads, lines)}\n\n{source(*files)}"
+
+
+@table
+def cpu_steps() -> str:
+    """Decoding steps and prompts on one CPU. llama.cpp's step is its best of two numbers of threads."""
+    ours, theirs = "cpu_step_emeraldrapids", "llama_cpp_qwen3_30b_h200"
+    peer = min(rows(theirs, "decode", where="cpu"), key=lambda r: r["ms"])
+    heads = ["engine", "weights", "threads", "a step, ms", "tokens/s", "llama.cpp / it", "GB",
+             "prompt of 512 tokens, ms"]  # fmt: skip
+    lines: list[list[Cell]] = [
+        ["llama.cpp", peer["bits"], peer["threads"], peer["ms"], peer["tokens_per_s"], 1.0, peer["gb"], None]
+    ]
+    names = {"experts": "experts nvfp4, others bf16", "whole": "all nvfp4"}
+    for r in rows(ours, "step"):
+        prompt = one(ours, "prefill", variant=r["variant"])["ms"]
+        lines.append(["fp4_ops", names[r["variant"]], r["threads"], r["ms"], r["tokens_per_s"],
+                      peer["ms"] / r["ms"], r["gb"], prompt])  # fmt: skip
+    return f"{grid(heads, lines)}\n\n{source(ours, theirs)}"

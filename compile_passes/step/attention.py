@@ -1,12 +1,12 @@
 """Rewrites attention of one token of each sequence over contiguous keys and values, such as a static cache,
 to fp4::attention.
 
-torch's attention kernel cannot begin while the kernel before it runs, and the product after it cannot load
-its weights while attention runs. If there is a mask, Inductor also copies it in each layer. And torch's
-kernel reads all keys, where fp4::attention reads only those that are seen: a static cache is seldom full. On
-an H200 torch's kernel was faster only if all keys of a long cache are seen: 16384 of 1 or 8 sequences, 4096
-of 64. It was up to 1.4 times as fast. Attention with sinks (gpt-oss) is written out as products and a
-softmax, over copies of keys and values for each query head.
+On a GPU, torch's attention kernel cannot begin while the kernel before it runs, and the product after it
+cannot load its weights while attention runs. If there is a mask, Inductor also copies it in each layer. And
+torch's kernel reads all keys, where fp4::attention reads only those that are seen: a static cache is seldom
+full. On an H200 torch's kernel was faster only if all keys of a long cache are seen: 16384 of 1 or 8
+sequences, 4096 of 64. It was up to 1.4 times as fast. Attention with sinks (gpt-oss) is written out as
+products and a softmax, over copies of keys and values for each query head.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .cache import swaps_heads
 
 fp4 = torch.ops.fp4
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.bfloat16,)}
 HEAD_SIZES = (64, 128)
 
 
 def runs(device: torch.device) -> bool:
-    """True for a Hopper GPU on which the kernel passed the check of its first use."""
-    return native.is_hopper(device) and attention_kernel(device.index or 0)
+    """True for a CPU, and for a Hopper GPU on which the kernel passed the check of its first use."""
+    return device.type == "cpu" or (native.is_hopper(device) and attention_kernel(device.index or 0))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def write_attention(graph: fx.Graph) -> list[str]:
             if attention is not None and _fits(attention):
                 _write(graph, attention, inverted)
                 done += 1
-    what = "attention of one token begins early"
+    what = "attention of one token reads the keys that are seen"
     return [f"decoding step ({done}x): {what} (fp4::attention)"] if done else []
 
 
@@ -87,7 +87,11 @@ def _fits(a: _Attention) -> bool:
     sizes = [*map(static_int, shape(a.query)), *map(static_int, shape(a.keys))]
     if len(sizes) != 8 or None in sizes or not same_shape(shape(a.keys), shape(a.values)):
         return False
-    if dtype not in DTYPES or any(value(x).dtype != dtype for x in tensors) or not runs(device):
+    if (
+        dtype not in DTYPES.get(device.type, ())
+        or any(value(x).dtype != dtype for x in tensors)
+        or not runs(device)
+    ):
         return False
     b, heads, tokens, d, same_b, kv_heads, length, same_d = (n or 0 for n in sizes)
     if (tokens, same_b, same_d) != (1, b, d) or d not in HEAD_SIZES or 0 in (b, kv_heads, length):

@@ -36,21 +36,36 @@ from .norm import Norm, NotRead, read_norm
 
 fp4 = torch.ops.fp4
 
-DTYPES = (torch.bfloat16, torch.float16)
-MAX_ROWS = 16
-"""Most rows of a product. On an H200, a step of 8 rows takes 0.91 of the time of torch's and Inductor's
-kernels, one of 16 rows 0.93, and one of 32 rows about as long.
-"""
 MAX_WEIGHTS = 3
 K_MULTIPLE = 64
-MAX_BYTES = 2**27
-"""Most bytes of the weights of a call. For more, such as an output head, torch's kernels are faster."""
 
 
-def runs(device: torch.device) -> bool:
-    """True for a Hopper GPU on which the kernel of fp4::linears passed the check of its first use. On other
-    devices, torch's own operations are faster."""
-    return native.is_hopper(device) and linears_kernel(device.index or 0)
+@dataclass(frozen=True)
+class Limits:
+    """The products for which the kernel of a device is faster than torch's."""
+
+    dtypes: tuple[torch.dtype, ...]
+    rows: int
+    nbytes: float
+    """Most bytes of the weights of a call."""
+    alone: bool
+    """True if a product gains without a norm before it or a residual after it."""
+
+
+HOPPER = Limits((torch.bfloat16, torch.float16), rows=16, nbytes=2**27, alone=False)
+"""On an H200, a step of 8 rows takes 0.91 of the time of torch's and Inductor's kernels, one of 16 rows 0.93,
+and one of 32 rows about as long. Torch's kernels are faster with an output head.
+"""
+CPU = Limits((torch.bfloat16,), rows=4, nbytes=float("inf"), alone=True)
+"""docs/kernels.md has the times."""
+
+
+def limits(device: torch.device) -> Limits | None:
+    """Returns None for a device without a kernel, such as a GPU on which it failed the check of its first
+    use."""
+    if device.type == "cpu":
+        return CPU
+    return HOPPER if native.is_hopper(device) and linears_kernel(device.index or 0) else None
 
 
 @dataclass(frozen=True)
@@ -62,6 +77,7 @@ class _Linear:
     rows: fx.Node
     weight: fx.Node
     bias: fx.Node | None
+    limits: Limits
 
     @property
     def n(self) -> int:
@@ -96,12 +112,18 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
             continue  # products that are left read the norm's result from the operator
         for linear in linears:
             add = _residual(linear)
-            if add is not None and _bytes([linear]) <= MAX_BYTES:
+            if _bytes([linear]) > linear.limits.nbytes:
+                continue
+            if add is not None:
                 _write_residual(graph, linear, *add)
                 done["residual"] += 1
+            elif linear.limits.alone:
+                _write_alone(graph, linear)
+                done["alone"] += 1
     words = {
         "norm": "a norm and the products of its result are one kernel (fp4::linears)",
         "residual": "a product and the residual added to it are one kernel (fp4::linears)",
+        "alone": "a product of few rows is fp4::linears",
     }
     told = [f"decoding step ({n}x): {words[what]}" for what, n in done.items()]
     return told + [f"decoding step ({n}x): left alone, {why}" for why, n in left.items()]
@@ -126,16 +148,16 @@ def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
     if weight not in parameters or value(weight).dim() != 2 or not value(weight).is_contiguous():
         return None
     tensors = [x, weight] if bias is None else [x, weight, bias]
-    dtypes = {value(t).dtype for t in tensors}
-    if len(dtypes) != 1 or value(x).dtype not in DTYPES or not runs(value(x).device):
+    dtypes, most = {value(t).dtype for t in tensors}, limits(value(x).device)
+    if most is None or len(dtypes) != 1 or value(x).dtype not in most.dtypes:
         return None
     n, k = (static_int(size) for size in shape(weight))
     if n is None or k is None or k % K_MULTIPLE or static_int(shape(x)[-1]) != k:
         return None
     rows = _source(x, k)
-    if not _few(rows):
+    if not _few(rows, most.rows):
         return None
-    return _Linear(node, x, rows, weight, bias)
+    return _Linear(node, x, rows, weight, bias, most)
 
 
 def _bytes(linears: list[_Linear]) -> int:
@@ -146,7 +168,7 @@ def _first_that_fit(linears: list[_Linear]) -> list[_Linear]:
     """Returns the first products that fit into one call. A Qwen2-MoE layer has four of one norm."""
     taken: list[_Linear] = []
     for linear in linears:
-        if len(taken) < MAX_WEIGHTS and _bytes([*taken, linear]) <= MAX_BYTES:
+        if len(taken) < MAX_WEIGHTS and _bytes([*taken, linear]) <= linear.limits.nbytes:
             taken.append(linear)
     return taken
 
@@ -161,14 +183,14 @@ def _source(x: fx.Node, k: int) -> fx.Node:
     return source
 
 
-def _few(rows: fx.Node) -> bool:
-    """True if there are at most MAX_ROWS rows. A symbolic number counts as too many."""
+def _few(rows: fx.Node, most: int) -> bool:
+    """True if there are at most `most` rows. A symbolic number counts as too many."""
     total = 1
     for n in map(static_int, shape(rows)[:-1]):
         if n is None:
             return False
         total *= n
-    return 0 < total <= MAX_ROWS
+    return 0 < total <= most
 
 
 def _residual(linear: _Linear) -> tuple[fx.Node, fx.Node] | None:
@@ -237,6 +259,13 @@ def _write_residual(graph: fx.Graph, linear: _Linear, add: fx.Node, residual: fx
         y = graph.call_function(operator.getitem, (out, 0))
         made = graph.call_function(aten.reshape.default, (y, _sizes(add)))
     _replace(add, made)
+
+
+def _write_alone(graph: fx.Graph, linear: _Linear) -> None:
+    with graph.inserting_before(linear.node):
+        out = _call(graph, linear.x, [linear], None, None)
+        made = graph.call_function(operator.getitem, (out, 0))
+    _replace(linear.node, made)
 
 
 def _call(

@@ -129,6 +129,13 @@ struct Kernels {
   void (*convert)(const float* x, int64_t n, void* out, DType out_dtype);
   // sum [n] += weight * x.
   void (*accumulate)(const float* x, float weight, int64_t n, float* sum);
+  // out[m] = x[m] . w, for `count` float32 rows of k values, `stride` values apart, and a row of a weight.
+  void (*dot)(const float* x, int64_t stride, int count, const void* w, DType dtype, int64_t k, float* out);
+  // x [count] = e^(x - top). Returns the sum.
+  float (*exponentiate)(float* x, int64_t count, float top);
+  // out [n] = the sum of weights[j] * x[indices[j]], for j < count; x [.., n].
+  void (*weighted_sum)(const void* x, DType dtype, const int64_t* indices, const float* weights,
+                       int64_t count, int64_t n, float* out);
 };
 
 extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;

@@ -19,6 +19,9 @@ constexpr Kernels with_row_kernels(Kernels kernels) {
   kernels.activate = activate_row;
   kernels.convert = convert_row;
   kernels.accumulate = accumulate_row;
+  kernels.dot = dot_rows;
+  kernels.exponentiate = exponentiate_row;
+  kernels.weighted_sum = weighted_sum;
   return kernels;
 }
 

@@ -276,5 +276,120 @@ inline void accumulate_row(const float* x, float weight, int64_t n, float* sum) 
   for (int64_t i = 0; i < n; ++i) sum[i] += weight * x[i];
 }
 
+// 16 values, which compilers divide among the registers that there are.
+typedef float Lanes [[gnu::vector_size(64)]];
+typedef uint32_t Words [[gnu::vector_size(64)]];
+typedef uint16_t Halves [[gnu::vector_size(32)]];
+typedef float Lanes8 [[gnu::vector_size(32)]];
+typedef float Lanes4 [[gnu::vector_size(16)]];
+
+[[gnu::always_inline]] inline float add_lanes(const Lanes& x) {
+  Lanes8 eight[2];
+  std::memcpy(eight, &x, sizeof(x));
+  const Lanes8 sums = eight[0] + eight[1];
+  Lanes4 four[2];
+  std::memcpy(four, &sums, sizeof(sums));
+  const Lanes4 last = four[0] + four[1];
+  return (last[0] + last[2]) + (last[1] + last[3]);
+}
+
+template <DType dtype>
+[[gnu::always_inline]] inline void load_lanes(const void* x, int64_t i, Lanes& to) {
+  if constexpr (dtype == DType::f32) {
+    std::memcpy(&to, static_cast<const float*>(x) + i, sizeof(to));
+  } else if constexpr (dtype == DType::bf16) {
+    Halves halves;
+    std::memcpy(&halves, static_cast<const uint16_t*>(x) + i, sizeof(halves));
+    const Words bits = __builtin_convertvector(halves, Words) << 16;
+    std::memcpy(&to, &bits, sizeof(to));
+  } else {
+    for (int lane = 0; lane < 16; ++lane) to[lane] = load_as_float<dtype>(x, i + lane);
+  }
+}
+
+// How many bytes ahead of a product its weight is requested: into the next row, because hardware stops at the
+// end of a page.
+constexpr int64_t kRowPrefetch = 4096;
+
+template <DType dtype, int count>
+[[gnu::always_inline]] inline void dot_of(const float* x, int64_t stride, const void* w, int64_t k,
+                                          float* out) {
+  constexpr int chains = 2, step = chains * 16;
+  Lanes sums[count][chains] = {};
+  int64_t i = 0;
+  for (; i + step <= k; i += step) {
+    __builtin_prefetch(static_cast<const char*>(w) + i * dtype_size(dtype) + kRowPrefetch);
+#pragma GCC unroll 2
+    for (int c = 0; c < chains; ++c) {
+      Lanes b, a;
+      load_lanes<dtype>(w, i + c * 16, b);
+#pragma GCC unroll 4
+      for (int m = 0; m < count; ++m) {
+        load_lanes<DType::f32>(x + m * stride, i + c * 16, a);
+        sums[m][c] += a * b;
+      }
+    }
+  }
+  for (int m = 0; m < count; ++m) {
+    float sum = add_lanes(sums[m][0] + sums[m][1]);
+    for (int64_t j = i; j < k; ++j) sum += x[m * stride + j] * load_as_float<dtype>(w, j);
+    out[m] = sum;
+  }
+}
+
+// The order of a row's sums does not depend on the number of rows.
+inline void dot_rows(const float* x, int64_t stride, int count, const void* w, DType dtype, int64_t k,
+                     float* out) {
+  with_dtype(dtype, [&](auto d) {
+    int m = 0;
+    for (; m + 4 <= count; m += 4) dot_of<d.value, 4>(x + m * stride, stride, w, k, out + m);
+    if (count - m == 3) dot_of<d.value, 3>(x + m * stride, stride, w, k, out + m);
+    if (count - m == 2) dot_of<d.value, 2>(x + m * stride, stride, w, k, out + m);
+    if (count - m == 1) dot_of<d.value, 1>(x + m * stride, stride, w, k, out + m);
+  });
+}
+
+// x = e^(x - top). Returns the sum.
+inline float exponentiate_row(float* x, int64_t count, float top) {
+  for (int64_t i = 0; i < count; ++i) x[i] = exp_float(x[i] - top);
+  Lanes sums = {}, values;
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    load_lanes<DType::f32>(x, i, values);
+    sums += values;
+  }
+  float sum = add_lanes(sums);
+  for (; i < count; ++i) sum += x[i];
+  return sum;
+}
+
+template <DType dtype, int chunks>
+[[gnu::always_inline]] inline void weighted_sum_of(const void* x, const int64_t* indices,
+                                                   const float* weights, int64_t count, int64_t n, int64_t at,
+                                                   float* out) {
+  Lanes sums[chunks] = {}, values;
+  for (int64_t j = 0; j < count; ++j)
+#pragma GCC unroll 4
+    for (int c = 0; c < chunks; ++c) {
+      load_lanes<dtype>(x, indices[j] * n + at + c * 16, values);
+      sums[c] += weights[j] * values;
+    }
+  std::memcpy(out + at, sums, sizeof(sums));
+}
+
+inline void weighted_sum(const void* x, DType dtype, const int64_t* indices, const float* weights,
+                         int64_t count, int64_t n, float* out) {
+  with_dtype(dtype, [&](auto d) {
+    int64_t at = 0;
+    for (; at + 64 <= n; at += 64) weighted_sum_of<d.value, 4>(x, indices, weights, count, n, at, out);
+    for (; at + 16 <= n; at += 16) weighted_sum_of<d.value, 1>(x, indices, weights, count, n, at, out);
+    for (; at < n; ++at) {
+      float sum = 0;
+      for (int64_t j = 0; j < count; ++j) sum += weights[j] * load_as_float<d.value>(x, indices[j] * n + at);
+      out[at] = sum;
+    }
+  });
+}
+
 }  // namespace
 }  // namespace fp4::cpu

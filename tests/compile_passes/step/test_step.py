@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import types
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,13 +24,11 @@ from fp4_ops.compile_passes.neighbours import topk
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
 from fp4_ops.compile_passes.step import cache, linears
-from fp4_ops.compile_passes.step.linears import runs, write_linears
+from fp4_ops.compile_passes.step.linears import CPU, HOPPER, limits, write_linears
 from fp4_ops.runtime import first_use, native
 
 expecttest = pytest.importorskip("expecttest")
 K, BF16 = 64, torch.bfloat16
-MOST = linears.MAX_ROWS
-"""As users have it: tests take more rows."""
 
 
 @pytest.fixture
@@ -51,8 +50,8 @@ def hopper(monkeypatch, tmp_path):
 @pytest.mark.parametrize("error, right", [(1e-3, True), (1e-2, False), (float("nan"), False)])
 def test_a_kernel_whose_first_use_is_wrong_is_not_used(hopper, error, right, caplog):
     hopper["error"] = error
-    assert runs(torch.device("cuda", 1)) is right
-    assert runs(torch.device("cpu")) is False
+    assert limits(torch.device("cuda", 1)) is (HOPPER if right else None)
+    assert limits(torch.device("cpu")) is CPU
     assert ("torch is used instead" in caplog.text) is not right
 
 
@@ -117,8 +116,13 @@ def test_other_kernels_whose_first_use_is_wrong_are_not_used(hopper, monkeypatch
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     """Up to 8 rows are rewritten here, and the CPU stands for a GPU."""
-    monkeypatch.setattr(linears, "runs", lambda *_: True)
-    monkeypatch.setattr(linears, "MAX_ROWS", 8)
+    allow(monkeypatch)
+
+
+def allow(monkeypatch, **changes):
+    """Replaces the limits of all devices by Hopper's, with these changes."""
+    most = replace(HOPPER, **{"rows": 8, **changes})
+    monkeypatch.setattr(linears, "limits", lambda device: most)
 
 
 class Rewriter:
@@ -289,11 +293,11 @@ def test_three_of_four_products_share_a_kernel_with_the_norm(device):
 
 
 def test_products_whose_weights_are_too_large_are_left(device, monkeypatch):
-    monkeypatch.setattr(linears, "MAX_BYTES", 2 * K * (5 + 32 + 1))
+    allow(monkeypatch, nbytes=2 * K * (5 + 32 + 1))
     done = run(Four().to(device, BF16), draw(device, 3, 1, K))
     (call,) = done.calls("linears")
     assert [w.meta["val"].shape[0] for w in call.args[1]] == [5, 32, 1]
-    monkeypatch.setattr(linears, "MAX_BYTES", K)
+    allow(monkeypatch, nbytes=K)
     assert not run(Four().to(device, BF16), draw(device, 3, 1, K)).calls("linears")
 
 
@@ -346,11 +350,12 @@ def test_many_rows_stay(device, shape):
 
 
 def test_the_most_rows_are_those_whose_kernels_are_checked(device, monkeypatch):
-    assert max(trust.ROWS) == MOST
-    monkeypatch.setattr(linears, "MAX_ROWS", MOST)
+    most = HOPPER.rows
+    assert max(trust.ROWS) == most
+    allow(monkeypatch, rows=most)
     module = Attention().to(device, BF16)
-    assert len(run(module, draw(device, MOST, 1, K)).calls("linears")) == 3
-    assert not run(module, draw(device, MOST + 1, 1, K)).calls("linears")
+    assert len(run(module, draw(device, most, 1, K)).calls("linears")) == 3
+    assert not run(module, draw(device, most + 1, 1, K)).calls("linears")
 
 
 def test_rows_of_a_symbolic_number_stay(device):
@@ -394,6 +399,26 @@ class Products(nn.Module):
 def test_products_that_stay(device, kind):
     other = draw(device, K, K) if kind == "argument" else draw(device, 3, 1, K)
     assert not run(Products(kind).to(device, BF16), draw(device, 3, 1, K), other).calls("linears")
+
+
+def test_a_product_without_a_norm_or_a_residual(device, monkeypatch):
+    """It is written only where its kernel alone is faster than torch's, as on a CPU."""
+    module, x = Products("read twice").to(device, BF16), draw(device, 3, 1, K)
+    allow(monkeypatch, alone=True)
+    done = run(module, x, x)
+    (call,) = done.calls("linears")
+    assert call.args[3:] == (None, 0.0, None) and not [n for n in done.graphs[0].nodes if "mm" in n.name]
+    allow(monkeypatch, alone=True, nbytes=K)
+    assert not run(module, x, x).calls("linears")
+
+
+def test_a_step_on_the_cpu(monkeypatch):
+    """As users have it: bfloat16 of up to four rows."""
+    monkeypatch.setattr(linears, "limits", limits)
+    bf16 = Attention().to(BF16)
+    assert len(run(bf16, draw("cpu", 4, 1, K)).calls("linears")) == 3
+    assert not run(bf16, draw("cpu", 5, 1, K)).calls("linears")
+    assert not run(Attention().half(), draw("cpu", 1, 1, K, dtype=torch.float16)).calls("linears")
 
 
 # --- a model ---

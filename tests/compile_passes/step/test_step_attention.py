@@ -93,7 +93,9 @@ def test_a_layer_is_one_call(kind):
     assert call.args[4] == (0.3 if kind == "scale" else D**-0.5)
     if kind != "no mask":  # a mask that sequences share is not copied for each
         assert call.args[3].meta["val"].shape == (1, 1, 1, LENGTH)
-    assert done.said == ["decoding step (1x): attention of one token begins early (fp4::attention)"]
+    assert done.said == [
+        "decoding step (1x): attention of one token reads the keys that are seen (fp4::attention)"
+    ]
     assert done.undone[0] == done.undone[1]
 
 

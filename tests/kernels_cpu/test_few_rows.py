@@ -1,0 +1,141 @@
+"""Linear layers of few rows and attention over a cache on the CPU, against float64, with every kernel family
+that this processor has.
+
+A process chooses its kernels at its first call. So each family runs in another process, which runs this file
+as a script.
+"""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import processes
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4_ops  # noqa: F401  loads the operators
+
+CAPABILITIES = ("scalar", "avx2", "avx512", "avx512_bf16", "amx_bf16")
+EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-20}
+
+
+def close(got: torch.Tensor, want: torch.Tensor, times: float = 1.0) -> None:
+    assert got.shape == want.shape and got.is_contiguous()
+    error = (got.double() - want).norm() / want.norm()
+    assert error < times * EPSILON[got.dtype], (error.item(), got.dtype, tuple(got.shape))
+
+
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype).double()
+
+
+def check_linears(dtype: torch.dtype) -> None:
+    m, k = random.choice((1, 2, 3, 4, 5, 17)), random.choice((1, 31, 33, 64, 100, 700))
+    sizes = [random.choice((1, 7, 8, 40)) for _ in range(random.randint(1, 3))]
+    x, addend = (torch.randn(m, k).to(dtype) for _ in range(2))
+    weights = [torch.randn(n, k).to(dtype) for n in sizes]
+    biases = [torch.randn(n).to(dtype) if random.random() < 0.5 else None for n in sizes]
+    norm = torch.randn(k).to(dtype) if random.random() < 0.5 else None
+    add = addend if random.random() < 0.5 else None
+    residual = torch.randn(m, sizes[0]).to(dtype) if len(sizes) == 1 else None
+    in_float = norm is not None and random.random() < 0.5
+    options = {"keep_norm": norm is not None, "norm_in_float": in_float}
+    given = (x, weights, biases, norm, 1e-5, residual, add)
+    got = torch.ops.fp4.linears(*given, **options)
+    one_by_one = [torch.ops.fp4.linears(*(
+        t[i : i + 1] if isinstance(t, torch.Tensor) and t.dim() == 2 else t for t in given
+    ), **options) for i in range(m)]  # fmt: skip
+    for a, *rows in zip(got, *one_by_one):
+        assert torch.equal(a, torch.cat(rows)), "the sums of a row depend on the number of rows"
+    total = x.double() if add is None else rounded(x.double() + add.double(), dtype)
+    rows = total
+    if norm is not None:
+        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5)
+        rows = rounded(norm.double() * (rows if in_float else rounded(rows, dtype)), dtype)
+    want = [F.linear(rows, w.double(), None if b is None else b.double()) for w, b in zip(weights, biases)]
+    if residual is not None:
+        want = [want[0] + residual.double()]
+    want += [rows] * (norm is not None) + [total] * (add is not None)
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        close(a, b, times=3)  # the kernel's norm and product are rounded between
+
+
+def check_attention(dtype: torch.dtype) -> None:
+    """Keys that are not seen are NaN."""
+    b, kv_heads, group, tokens = (random.choice((1, 2, 3, 8)) for _ in range(4))
+    length, size, value_size = random.choice((1, 5, 64, 65, 300)), random.choice((8, 33, 64)), 48
+    q = torch.randn(b, tokens, kv_heads * group, size).to(dtype)
+    keys, values = (torch.randn(b, kv_heads, length, d).to(dtype) for d in (size, value_size))
+    mask = torch.rand(random.choice((1, b)), 1, tokens, length) < random.random()
+    if random.random() < 0.5:
+        mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
+    unseen = ~mask.expand(b, -1, -1, -1).any(2).unsqueeze(-1)
+    keys, values = keys.masked_fill(unseen, torch.nan), values.masked_fill(unseen, torch.nan)
+    sinks = torch.randn(q.shape[2]).to(dtype) if random.random() < 0.5 else None
+    scale = random.choice((size**-0.5, 1.0))
+    wide = [x.double().nan_to_num().repeat_interleave(group, 1) for x in (keys, values)]
+    for seen in (mask, None):
+        if seen is None:
+            keys, values = keys.nan_to_num(), values.nan_to_num()
+        got = torch.ops.fp4.attention(q, keys, values, seen, scale, sinks)
+        weights = (q.double().transpose(1, 2) @ wide[0].mT * scale).exp()
+        weights = weights if seen is None else weights * seen
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + sinks.double().exp().view(1, -1, 1, 1)
+        want = (weights / total @ wide[1]).nan_to_num().transpose(1, 2)  # no key is seen: 0
+        if want.norm() > 0:
+            close(got, want)
+        else:
+            assert not got.any()
+
+
+def run_all(capability: str, seed: int, draws: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    assert torch.ops.fp4.cpu_capability() == capability
+    for dtype in EPSILON:
+        for _ in range(draws):
+            check_linears(dtype)
+            check_attention(dtype)
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_family(capability):
+    seed = torch.initial_seed() % 2**31
+    env = processes.environment(FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="3")
+    command = [sys.executable, __file__, capability, str(seed), "12"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if capability != "scalar" and done.returncode != 0 and "FP4_CPU_CAPABILITY" in done.stderr:
+        pytest.skip(f"this machine cannot run the {capability} kernels")
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_nothing_to_multiply(rows):
+    """No rows, and K = 0, whose products are the biases."""
+    x, bias = torch.empty(rows, 0), torch.randn(5)
+    (got,) = torch.ops.fp4.linears(x, [torch.empty(5, 0)], [bias], None, 0.0, None)
+    torch.testing.assert_close(got, F.linear(x, torch.empty(5, 0), bias))
+    (got,) = torch.ops.fp4.linears(torch.empty(0, 4), [torch.randn(5, 4)], [bias], None, 0.0, None)
+    assert got.shape == (0, 5)
+
+
+def test_a_number_that_is_none_reaches_the_result():
+    """A NaN in a row or in a key that is seen, and a sum that overflows, as torch's operators have them."""
+    x, w = torch.randn(2, 40), torch.randn(6, 40)
+    x[1, 3] = torch.nan
+    (got,) = torch.ops.fp4.linears(x, [w], [None], None, 0.0, None)
+    assert got[1].isnan().all() and got[0].isfinite().all()
+    q, keys, values = torch.randn(1, 1, 2, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
+    keys[0, 1, 66, 2] = torch.nan
+    got = torch.ops.fp4.attention(q, keys, values, None, 1.0)
+    assert got[0, 0, 1].isnan().all() and got[0, 0, 0].isfinite().all()
+
+
+if __name__ == "__main__":
+    run_all(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
