@@ -131,9 +131,11 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
   const auto join = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) join_parts(p, i, parts.floats());
   };
-  const int64_t multiply_adds = std::max<int64_t>(1, kPartKeys * p.group() * (p.size + p.value_size));
-  run_phases({{units, std::max<int64_t>(1, fitted::grains::multiply_adds / multiply_adds), run},
-              {p.sequences * p.tokens * p.heads, grain_for(p.value_size * (p.parts() + 1)), join}});
+  const auto grain = [](int64_t multiply_adds) {
+    return std::max<int64_t>(1, fitted::grains::multiply_adds / std::max<int64_t>(1, multiply_adds));
+  };
+  run_phases({{units, grain(kPartKeys * p.group() * (p.size + p.value_size)), run},
+              {p.sequences * p.tokens * p.heads, grain(p.value_size * (p.parts() + 1)), join}});
   return out;
 }
 
