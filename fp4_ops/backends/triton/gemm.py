@@ -253,8 +253,10 @@ def activate(
 ):  # fmt: skip
     """Computes f(gate) * (up + UP_OFFSET) in float32; see meta.formats.ACTIVATIONS."""
     if LIMIT is not None:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        # Without `propagate_nan` a GPU gives the limit for a NaN.
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if UP_CAP is not None:
         up = soft_cap(up, UP_CAP)
     return curve(gate, ACT, ALPHA, GATE_CAP) * (up + UP_OFFSET)
