@@ -14,11 +14,11 @@ __device__ __forceinline__ float gate_exponent(const Gate& f, float gate) {
 }
 
 __device__ __forceinline__ float limited_gate(const Gate& f, float gate) {
-  return f.limit > 0.f ? fminf(gate, f.limit) : gate;
+  return f.limit > 0.f ? min_or_nan(gate, f.limit) : gate;
 }
 
 __device__ __forceinline__ float limited_up(const Gate& f, float up) {
-  return (f.limit > 0.f ? fminf(fmaxf(up, -f.limit), f.limit) : up) + f.up_offset;
+  return (f.limit > 0.f ? min_or_nan(max_or_nan(up, -f.limit), f.limit) : up) + f.up_offset;
 }
 
 __device__ __forceinline__ float gate_value(const Gate& f, float gate, float up) {
@@ -56,7 +56,7 @@ __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     if constexpr (kLimited) {
-      gate[j] = make_float2(fminf(gate[j].x, f.limit), fminf(gate[j].y, f.limit));
+      gate[j] = make_float2(min_or_nan(gate[j].x, f.limit), min_or_nan(gate[j].y, f.limit));
       up[j] = make_float2(limited_up(f, up[j].x), limited_up(f, up[j].y));
     }
     up[j] = make_float2(gate[j].x * up[j].x, gate[j].y * up[j].y);

@@ -201,6 +201,12 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return m;
 }
 
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float m;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+
 // ---- order ----
 
 // Makes the compiler have `value` in a register here, and move no use of it, or of memory, across this place.

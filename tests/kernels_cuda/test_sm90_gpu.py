@@ -514,6 +514,21 @@ def test_moe(kernel, layout, a_format, format, gate):
         assert torch.equal(got, torch.ops.fp4.moe(*args, **options)), "not deterministic"
 
 
+@pytest.mark.parametrize("gate", ["swigluoai", "silu(limit=2)", "silu"])
+@pytest.mark.parametrize("tokens", [1, 9, 200])
+def test_moe_keeps_a_nan(kernel, tokens, gate):
+    """A limit does not make an ordinary number of a NaN, and other tokens do not get it."""
+    up, down = (
+        Weights(4, n, k, format="nvfp4", layout=layout_for(torch.bfloat16))
+        for n, k in ((384, 512), (512, 192))
+    )
+    x = torch.randn(tokens, 512, device="cuda").bfloat16()
+    ids, weights = torch.randint(0, 4, (tokens, 2), device="cuda"), torch.rand(tokens, 2, device="cuda")
+    x[bad := tokens // 2, 7] = torch.nan
+    got = torch.ops.fp4.moe(x, ids, weights, *up.packed, *down.packed, activation=gate, **up.options)
+    assert got[bad].isnan().all() and got[[i for i in range(tokens) if i != bad]].isfinite().all()
+
+
 def interleaved_weight():
     """Random gate and up rows that take turns in a PackedWeight, and what they are, gate before up."""
     experts, inter, k = 3, 96, 256

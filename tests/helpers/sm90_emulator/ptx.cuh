@@ -69,6 +69,7 @@ inline void store_16_bytes(void* to, const uint32_t* w) { std::memcpy(to, w, 16)
 inline float approximate_power_of_two(float exponent) { return std::exp2(exponent); }
 inline float approximate_inverse(float d) { return 1.f / d; }
 inline float max_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmax(a, b); }
+inline float min_or_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::fmin(a, b); }
 
 // ---- order ----
 
