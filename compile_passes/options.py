@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 
 from .. import _library
 from ..backends import check_activation
@@ -32,6 +33,12 @@ class Options:
     inductor: dict[str, Any] = field(default_factory=dict)
     batch_invariant: bool = False
     """True if a row's bits must not depend on the other rows."""
+
+    @property
+    def cpp_wrapper(self) -> bool:
+        """True if Inductor's wrapper is C++ code. It cannot pass lists of tensors to an operator: torch 2.13
+        ends with an invalid PyCapsule, or a segmentation fault. AOTInductor's packages can."""
+        return bool(self.inductor.get("cpp_wrapper", torch._inductor.config.cpp_wrapper))
 
     @property
     def wanted(self) -> str:

@@ -476,7 +476,7 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass(
         "step_linears",
         lambda s: s.also.extend(write_linears(s.gm.graph, s.facts.fixed - s.facts.mutated)),
-        when=_may_sum_anew,
+        when=lambda s: _may_sum_anew(s) and not s.options.cpp_wrapper,
     ),
     Pass("caches", lambda s: s.also.extend(write_caches(s.gm.graph)), when=_has_operators),
     Pass(

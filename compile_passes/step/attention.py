@@ -76,7 +76,7 @@ def write_attention(graph: fx.Graph) -> list[str]:
             if attention is not None and _fits(attention):
                 _write(graph, attention, inverted)
                 done += 1
-    what = "attention of one token reads the keys that are seen"
+    what = "attention of one token over a cache is one kernel"
     return [f"decoding step ({done}x): {what} (fp4::attention)"] if done else []
 
 

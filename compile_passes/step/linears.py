@@ -123,7 +123,7 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
     words = {
         "norm": "a norm and the products of its result are one kernel (fp4::linears)",
         "residual": "a product and the residual added to it are one kernel (fp4::linears)",
-        "alone": "a product of few rows is fp4::linears",
+        "alone": "a product of few rows is one kernel (fp4::linears)",
     }
     told = [f"decoding step ({n}x): {words[what]}" for what, n in done.items()]
     return told + [f"decoding step ({n}x): left alone, {why}" for why, n in left.items()]
@@ -138,7 +138,7 @@ def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
     bias = None
     if is_op(node, aten.addmm):
         bias = a["self"]
-        if a["beta"] != 1 or a["alpha"] != 1 or bias not in parameters or value(bias).dim() != 1:
+        if a["beta"] != 1 or a["alpha"] != 1 or bias not in parameters:
             return None
     if not is_op(swapped, aten.t, aten.transpose):
         return None
@@ -151,6 +151,8 @@ def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
     dtypes, most = {value(t).dtype for t in tensors}, limits(value(x).device)
     if most is None or len(dtypes) != 1 or value(x).dtype not in most.dtypes:
         return None
+    if bias is not None and not same_shape(shape(bias), shape(weight)[:1]):
+        return None  # addmm repeats a bias of one element
     n, k = (static_int(size) for size in shape(weight))
     if n is None or k is None or k % K_MULTIPLE or static_int(shape(x)[-1]) != k:
         return None

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from conftest import SEED
 from families import tiny
-from moe_models import Recorder, relative_error
+from moe_models import Recorder, build, relative_error
 from one_pass import copied
 from torch import nn
 from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor.utils import run_and_get_code
 
 import fp4_ops
 from fp4_ops.backends.hopper import trust
@@ -410,6 +411,45 @@ def test_a_product_without_a_norm_or_a_residual(device, monkeypatch):
     assert call.args[3:] == (None, 0.0, None) and not [n for n in done.graphs[0].nodes if "mm" in n.name]
     allow(monkeypatch, alone=True, nbytes=K)
     assert not run(module, x, x).calls("linears")
+
+
+def test_a_bias_of_one_element_stays(device):
+    """addmm repeats it; fp4::linears does not."""
+    weight, bias = nn.Parameter(draw(device, 64, K)), nn.Parameter(draw(device, 1))
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.bias = weight, bias
+
+        def forward(self, x):
+            return x + F.linear(x, self.weight, self.bias)
+
+    assert not run(Layer(), draw(device, 3, K)).calls("linears")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["cpp_wrapper", None])
+def test_a_wrapper_in_cpp(monkeypatch, option):
+    """Inductor's C++ wrapper cannot call an operator that takes lists of tensors."""
+    monkeypatch.setattr(linears, "limits", limits)
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = build("qwen3_moe", BF16, "grouped_mm", num_hidden_layers=1).model.layers[0].mlp
+            self.other = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.block(x[None]), self.other(x)
+
+    layer, x = Layer().to(BF16).eval(), draw("cpu", 2, 64)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiled = torch.compile(layer, backend="fp4", options={option: True} if option else None)
+        (got, y), code = run_and_get_code(compiled, x)
+        assert relative_error(y, layer.other(x).double()) < 1e-2 and got.isfinite().all()
+    assert ("fp4.linears" in "".join(code)) is (option is None)
 
 
 def test_a_step_on_the_cpu(monkeypatch):

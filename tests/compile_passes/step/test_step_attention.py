@@ -94,7 +94,7 @@ def test_a_layer_is_one_call(kind):
     if kind != "no mask":  # a mask that sequences share is not copied for each
         assert call.args[3].meta["val"].shape == (1, 1, 1, LENGTH)
     assert done.said == [
-        "decoding step (1x): attention of one token reads the keys that are seen (fp4::attention)"
+        "decoding step (1x): attention of one token over a cache is one kernel (fp4::attention)"
     ]
     assert done.undone[0] == done.undone[1]
 
