@@ -494,12 +494,10 @@ class Evidence:
                 if not e & set(t.axes) or e & out or not columns:
                     continue
                 summed = {a for s in walk(t) if isinstance(s, Sum) for a in s.axes}
-                # The rows that experts read, which have the columns of a matrix, are no weights of their
-                # results. A weight may have an axis of the results' rows: the places of a buffer.
-                apart = free_axes(w) - e if w.node in self._facts.fixed else columns
+                # The experts' own rows, which have columns, are no weights of their results.
                 weights = [
                     f for m in walk(t.body) if isinstance(m, Mul) for f in flatten(m, Mul)
-                    if self._tells(f, e, apart)
+                    if self._tells(f, e, free_axes(w) - e)
                 ]  # fmt: skip
                 if slices and not any(free_axes(f) & (summed - e) for f in _factors(t.body) if f in weights):
                     continue
