@@ -68,10 +68,6 @@ GATES = (
     "if these are experts, weight their results by a router's gates and add them up in the same graph: "
     "(y * router(x).softmax(-1)[:, None]).sum(-1) for y [T, N, E]"
 )
-COLUMNS = (
-    "if these are experts, keep their matrices in a parameter [E, N, K] or in a list of layers, or give the "
-    "weight a path with 'expert' in it: self.experts"
-)
 PART_SHARED = (
     "apply the shared layer outside of the experts: to x before them, or to the sum of their outputs after "
     "them"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -21,10 +20,8 @@ from .dynamo.left_out import (
     breaks_since,
     described,
     expert_parameters,
-    innermost,
     inside,
     known_breaks,
-    may_hold_experts,
     reason_of,
 )
 from .dynamo.limits import each_compiled, too_often
@@ -89,7 +86,7 @@ def explain(
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
     new_kept = [kept for place, kept in KEPT.items() if stayed.get(place) is not kept]
     report.hints = too_often(compiled) + (
-        _hints(model, report, new_kept, asks_for_number, breaks)
+        _hints(model, report, new_kept, asks_for_number)
         or _dynamos_hints(failed, breaks)
         or _no_products(model, report)
     )
@@ -117,15 +114,9 @@ _NUMBERS = ("tolist", "item()", "Data dependent operator")
 tensors."""
 
 
-def _hints(
-    model: Any, report: Report, branches: Sequence[Kept], asks_for_number: bool, breaks: Sequence[Any]
-) -> list[str]:
+def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number: bool) -> list[str]:
     """List changes to the model that would bring experts into a graph."""
     hints = []
-    places = [kept.place for kept in branches]
-    places += [f"{f.filename}:{f.lineno}" for b in breaks if (f := innermost(b.user_stack)) is not None]
-    if places and not any(_may_be_of_experts(model, place) for place in places):
-        return []
     config = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) == "eager" and not report.bytes_before:
         others = (getattr(m, "_can_set_experts_implementation", None) for m in model.modules())
@@ -161,25 +152,6 @@ def _hints(
             "then no number leaves the graph"
         )
     return hints
-
-
-def _may_be_of_experts(model: Any, place: str) -> bool:
-    """Return whether the module whose code has this line may hold experts. True if no module's code has
-    it."""
-    modules = model.modules() if isinstance(model, torch.nn.Module) else ()
-    holders = [m for m in modules if _has_line(type(m), place)]
-    return not holders or any(map(may_hold_experts, holders))
-
-
-def _has_line(cls: type, place: str) -> bool:
-    path, _, line = place.rpartition(":")
-    functions = (f for c in cls.__mro__ for f in vars(c).values())
-    todo = [f.__code__ for f in functions if isinstance(f, FunctionType)]
-    for code in todo:
-        if code.co_filename == path and int(line) in {n for *_, n in code.co_lines()}:
-            return True
-        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
-    return False
 
 
 def _no_products(model: Any, report: Report) -> list[str]:

@@ -326,8 +326,6 @@ def _without_router(
                 found |= dict.fromkeys(downs, Refusal(Kind.SIDE_BY_SIDE, downs[-1], (len(downs),)))
         elif not evidence.of_mixture(block, {*downs, *_products_before(downs)}):
             found |= dict.fromkeys(downs, Refusal(Kind.UNROUTED, downs[-1], (block.common.down.ref.node,)))
-        elif block.is_ffn and not any(map(evidence.named, block.weights)):
-            found |= dict.fromkeys(downs, Refusal(Kind.COLUMNS, downs[-1], (block.common.down.ref.node,)))
         elif (matrix := block.part_shared) is not None:
             found |= dict.fromkeys(downs, Refusal(Kind.PART_SHARED, downs[-1], (matrix.ref.node,)))
         else:

@@ -3,7 +3,6 @@ at run time."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import warnings
@@ -27,7 +26,7 @@ from .graph.repeat import Undo, undo_of
 from .graph.traced_nodes import asks_for_gradients, called, example
 from .naming import input_name, short_path
 from .options import Options, inductor_patches
-from .passes import OWN_CALL, PassLog, Rewritten, fp4_calls, rewrite
+from .passes import PassLog, Rewritten, fp4_calls, rewrite
 from .recognise.written_decoding import BYTES, TABLE
 from .refusal import Refused
 from .report import Frame, Site
@@ -123,7 +122,7 @@ def compile_graph(
     rewritten, frame = analyse(source, options)
     if tell is not None:
         tell(frame)
-    left_whole = bool(frame.note) and _looks_like_experts(source, options)
+    left_whole = bool(frame.note) and _looks_like_experts(source)
     _log(frame, left_whole)
     left_out.note(bool(frame.sites) or left_whole, source.inputs, options.strict)
     if options.strict and (left_whole or any(not site.rewritten for site in frame.sites)):
@@ -233,35 +232,16 @@ def _own_calls(gm: fx.GraphModule) -> list[Site]:
     return [site for graph in graphs for site in fp4_calls(graph)]
 
 
-def _looks_like_experts(source: Given, options: Options) -> bool:
+def _looks_like_experts(source: Given) -> bool:
     """Return whether a graph, or the graph that DDP cut it from, has weights that look like experts'. If DDP
     cut a graph into several such parts, only the first part is reported."""
     whole = buckets.whole()
     gm, inputs = (source.gm, source.inputs) if whole is None else (whole.graph, whole.inputs)
-    found = _has_expert_weights(gm, inputs)
-    if found and whole is None and asks_for_gradients(gm, inputs):
-        found = _would_report(gm, inputs, options)
-    found = found or bool(_experts_as_arguments(gm, inputs))
+    found = _has_expert_weights(gm, inputs) or bool(_experts_as_arguments(gm, inputs))
     if whole is None:
         return found
     before, whole.is_told = whole.is_told, whole.is_told or found
     return found and not before
-
-
-def _would_report(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> bool:
-    """Return whether the passes would find experts in a graph that trains, if it did not. A dense model that
-    trains is nobody's concern. True if the passes cannot say."""
-    context = TracingContext.try_get()
-    env = context.fake_mode.shape_env if context is not None and context.fake_mode is not None else None
-    try:
-        with torch.no_grad(), env.suppress_guards() if env is not None else contextlib.nullcontext():
-            rewritten, sites, _ = in_one_precision(
-                lambda each, stay: _rewritten(gm, inputs, options, each, stay, PassLog("training"))
-            )
-    except Exception:
-        log.debug("the passes cannot read a graph that trains", exc_info=True)
-        return True
-    return rewritten is not None or any(site.form != OWN_CALL for site in sites)
 
 
 def _experts_as_arguments(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:

@@ -92,11 +92,6 @@ class Kind(Enum):
         advice.GATES,
     )
     SIDE_BY_SIDE = "nothing routes rows to {} products that are alike: no experts", advice.NO_ROUTER
-    COLUMNS = (
-        "the matrices of {0:input} ({0:shape}) are columns of one layer, the second of a dense FFN: no "
-        "experts",
-        advice.COLUMNS,
-    )
     PART_SHARED = (
         "all of these experts share the matrix of {0:input} ({0:shape}), so it is no expert's, and they stay "
         "with it",

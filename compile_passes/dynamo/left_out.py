@@ -64,18 +64,6 @@ _ROUTER = re.compile(r"router|gate|gating|switch|route", re.IGNORECASE)
 # --- parameters that look like experts ---
 
 
-def may_hold_experts(module: nn.Module) -> bool:
-    """Return whether a module has several matrices of one shape side by side: a stack [E, N, K], or a list of
-    modules with up to four matrices each. Layers of a network have more."""
-    if any(w.shape[0] > 1 for w in _matrices(module, True, 3)):
-        return True
-    for _, each in (pair for name, m in module.named_modules() for pair in _lists(name, m)):
-        own = [[tuple(w.shape) for w in _matrices(m, True, 2)] for m in each]
-        if len(own) > 1 and 1 <= len(own[0]) <= 4 and all(shapes == own[0] for shapes in own):
-            return True
-    return False
-
-
 def expert_parameters(model: nn.Module) -> dict[str, list[nn.Parameter]]:
     """Map the name of each module with experts to their matrices. Empty for a dense or a prepared model."""
     found = {}

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 from torch import fx
 
 from ...meta.formats import ACTIVATIONS, SMALLEST_SIDE, Activation, activation_name, known_activation
-from ..graph.nodes import aten, value
+from ..graph.nodes import aten
 from ..index.terms import (
     Add,
     Affine,
@@ -452,12 +452,6 @@ class Mixture:
         """Return whether all experts have the same up product: a layer before experts of one Linear each."""
         own = self.common.up, self.common.up_bias
         return all((b.up, b.up_bias) == own for b in self._representatives)
-
-    @property
-    def is_ffn(self) -> bool:
-        """Return whether this is an ordinary FFN of two layers: what would be experts' matrices are the
-        columns of its second one. The means of a mixture density network are computed so."""
-        return self.after_shared and self.downs == 1 and value(self.common.down.ref.node).dim() == 2
 
     @property
     def part_shared(self) -> Matrix | None:

@@ -46,21 +46,7 @@ from ..graph.nodes import (
     value,
 )
 from ..index.reader import Reader, same
-from ..index.terms import (
-    Add,
-    Axis,
-    Choose,
-    Composite,
-    Mix,
-    Mul,
-    Ref,
-    Sum,
-    Term,
-    Value,
-    flatten,
-    free_axes,
-    walk,
-)
+from ..index.terms import Axis, Choose, Composite, Mix, Mul, Ref, Sum, Term, Value, flatten, free_axes, walk
 from ..naming import input_name
 from ..weights.facts import Facts
 from .block import UP, Mixture
@@ -237,7 +223,7 @@ class Evidence:
         ):
             return True
         seen = reached(products, lambda n: n.users, _VERY_FAR)
-        after = {n for n in seen if n.op != "output"} - set(products)
+        after = seen.keys() - set(products)
         if any(n in self._soft and n not in seen for user in after for n in user.all_input_nodes):
             return True
         before = self._rows_of(products)
@@ -321,11 +307,8 @@ class Evidence:
     def routed(self, products: Sequence[Batched]) -> set[fx.Node]:
         """Return the batched products of a graph that belong to experts."""
         nodes = {p.node for p in products}
+        found = {p.node for p in products if self._is_routed(p)}
         feeds = {p.node: _made_of(p.a, nodes) for p in products}
-        slices = {p.node for p in products if not p.shared and not feeds[p.node] and self._reads_slices(p)}
-        found = {
-            p.node for p in products if self._is_routed(p, not slices.isdisjoint({p.node, *feeds[p.node]}))
-        }
         size = 0
         # Products that feed an expert's product belong to that expert, and the reverse.
         while size != len(found):
@@ -335,21 +318,12 @@ class Evidence:
                     found |= {node, *ups}
         return found
 
-    def _is_routed(self, p: Batched, slices: bool) -> bool:
-        """slices: each matrix has a slice of each token, such as a modality, a field or a head. Scores of the
-        slices do not count then."""
+    def _is_routed(self, p: Batched) -> bool:
         if self.named(p.weight):
             return True
         if not p.shared and self._is_dispatched(self._reader.value(p.a, 2), 1 if p.left else -1):
             return True
-        return self._combines(p, self._soft, slices)
-
-    def _reads_slices(self, p: Batched) -> bool:
-        """Return whether the rows of each matrix are a slice of each token."""
-        rows = self._reader.value(p.a, 2)
-        return any(
-            all(free_axes(r) & set(dim) for dim in rows.dims) for r in walk(rows.term) if isinstance(r, Ref)
-        )
+        return self._combines(p, self._soft)
 
     def is_gated(self, p: Batched) -> bool:
         """Return whether a softmax or a choice among the experts weights the outputs of one product of the
@@ -364,12 +338,12 @@ class Evidence:
         )
         return any(map(_decides, after))
 
-    def _combines(self, p: Batched, scores: Collection[fx.Node], slices: bool = False) -> bool:
+    def _combines(self, p: Batched, scores: Collection[fx.Node]) -> bool:
         first, second = p.experts[0][0].ref, p.experts[1][0].ref
         dims = [d for d, (i, j) in enumerate(zip(first.index, second.index, strict=True)) if i is not j]
         if len(dims) != 1:
             return False
-        return self._is_combined(p.node, _Carrier(first.node, dims[0]), self._reader, scores, slices)
+        return self._is_combined(p.node, _Carrier(first.node, dims[0]), self._reader, scores)
 
     # --- dispatch ---
 
@@ -413,7 +387,7 @@ class Evidence:
         factors = flatten(t, Mul)
         apart = any(free_axes(f) & e and free_axes(f) & k for f in factors)
         for f in factors:
-            if self._tells(f, e, k) and not _attends(f, e, set(summed)):
+            if self._tells(f, e, k):
                 nodes = _whose_values(f)
                 if any(n in self._hard for n in nodes):
                     return True
@@ -441,13 +415,9 @@ class Evidence:
     # --- combination ---
 
     def _is_combined(
-        self, product: fx.Node, carrier: _Carrier, reader: Reader, scores: Collection[fx.Node],
-        slices: bool = False,
-    ) -> bool:  # fmt: skip
-        """Return whether a router's scores or ids decide how each expert's output is weighted.
-
-        slices: only weights that also add up the rows of each expert count.
-        """
+        self, product: fx.Node, carrier: _Carrier, reader: Reader, scores: Collection[fx.Node]
+    ) -> bool:
+        """Return whether a router's scores or ids decide how each expert's output is weighted."""
         seen, todo, in_order = {product}, [product], {product}
         while todo and len(seen) < _FAR:
             node = todo.pop(0)
@@ -459,7 +429,7 @@ class Evidence:
                     return True
                 if node in in_order and (is_op(user, *_KEEP_ORDER) or is_pointwise(user)):
                     in_order.add(user)
-                if is_tensor(user) and self._weights(reader.value(user, 2), carrier, scores, slices):
+                if is_tensor(user) and self._weights(reader.value(user, 2), carrier, scores):
                     return True
                 todo.append(user)
         return False
@@ -477,7 +447,7 @@ class Evidence:
         by_ids = any(n in self._hard for n in _indices(node))
         return bool(first) and table is rows and by_ids
 
-    def _weights(self, v: Value, carrier: _Carrier, scores: Collection[fx.Node], slices: bool) -> bool:
+    def _weights(self, v: Value, carrier: _Carrier, scores: Collection[fx.Node]) -> bool:
         out = set(v.axes)
         for t in walk(v.term):
             if isinstance(t, Ref) and t.node is carrier.node:
@@ -493,18 +463,12 @@ class Evidence:
                 columns = (free_axes(w) - e) & out
                 if not e & set(t.axes) or e & out or not columns:
                     continue
-                summed = {a for s in walk(t) if isinstance(s, Sum) for a in s.axes}
-                # The experts' own rows, which have columns, are no weights of their results.
-                weights = [
-                    f for m in walk(t.body) if isinstance(m, Mul) for f in flatten(m, Mul)
-                    if self._tells(f, e, free_axes(w) - e)
-                ]  # fmt: skip
-                if slices and not any(free_axes(f) & (summed - e) for f in _factors(t.body) if f in weights):
-                    continue
-                gates = scores is self._gates
-                for f in weights:
+                for f in (f for m in walk(t.body) for f in flatten(m, Mul) if isinstance(m, Mul)):
                     soft = [n for n in _whose_values(f) if n in scores]
-                    if not soft or all(map(carrier.makes, soft)) or _attends(f, e, None if gates else summed):
+                    if not soft or not self._tells(f, e, columns) or all(map(carrier.makes, soft)):
+                        continue
+                    gates = scores is self._gates
+                    if _attends(f, e, None if gates else set(t.axes)):
                         continue
                     if not gates or free_axes(f) <= e | out:
                         return True
@@ -513,40 +477,12 @@ class Evidence:
 
 def _attends(weight: Term, e: set[Axis], summed: set[Axis] | None) -> bool:
     """Return whether weights are a softmax over what else is summed, not over the experts: attention, whose
-    heads are added up. If `summed` is None, over anything but the experts. A topk may have cut it."""
-    ref = getattr(weight, "ref", None)
-    refs = [r for r in (weight, ref) if isinstance(r, Ref)] or [r for r in walk(weight) if isinstance(r, Ref)]
-    for ref in refs:
-        for dim in _softmax_dims(ref.node) if len(ref.index) == len(shape(ref.node)) else ():
-            along = free_axes(ref.index[dim])
-            if not along & e and (summed is None or along & summed):
-                return True
-    return False
-
-
-def _softmax_dims(node: fx.Node) -> set[int]:
-    """Return the dimensions of a tensor along which a softmax made its values, before a mask or a topk that
-    keeps the largest of them."""
-
-    def step(n: fx.Node) -> Iterable[fx.Node]:
-        if is_op(n, *_SOFTMAX):
-            return ()
-        of = operand(n) if item(n) is not None else n
-        keeps = is_pointwise(of) or is_op(of, aten.scatter, aten.gather, aten.topk, aten._to_copy, aten.clone)
-        floats = (i for i in of.all_input_nodes if is_tensor(i) and value(i).dtype.is_floating_point)
-        return [i for i in floats if len(shape(i)) == len(shape(node))] if keeps else ()
-
-    return {integer(n, 1) % len(shape(n)) for n in reached([node], step, _FAR) if is_op(n, *_SOFTMAX)}
-
-
-def _factors(t: Term) -> Iterator[Term]:
-    """Yield what sums, products and their addends multiply, but not what is inside of a function."""
-    for f in flatten(t, Mul):
-        inside = [f.body] if isinstance(f, Sum) else f.children() if isinstance(f, Add) else ()
-        for each in inside:
-            yield from _factors(each)
-        if not inside:
-            yield f
+    heads are added up. If `summed` is None, over anything but the experts."""
+    ref = weight if isinstance(weight, Ref) else getattr(weight, "ref", None)
+    if ref is None or not is_op(ref.node, *_SOFTMAX):
+        return False
+    along = free_axes(ref.index[integer(ref.node, 1)])
+    return not along & e and (summed is None or bool(along & summed))
 
 
 def _whose_values(factor: Term) -> list[fx.Node]:

@@ -39,15 +39,7 @@ from ..index.terms import Apply, Const, Ref, free_axes, is_eq, substitute, walk
 from ..refusal import Kind, Refusal, Refused, need
 from .mixture import Linear, Matcher, Mixture
 from .pieces import demote
-from .unread import (
-    changed_products,
-    count_matrices,
-    first_rows,
-    kind_of,
-    kind_on_output,
-    unread_experts,
-    unread_rows,
-)
+from .unread import changed_products, first_rows, kind_of, kind_on_output, unread_experts, unread_rows
 
 _STEPS_AFTER = 24
 """A block must end within this many nodes after the last expert: scaling, a view, the sum over choices."""
@@ -237,7 +229,6 @@ class Search:
         down product."""
         rows = [n for n in self.graph.nodes if is_op(n, *PRODUCTS) and has_chosen_rows(n)]
         choices = len({frozenset(free_unbacked_symbols(value(n))) for n in rows})
-        choices = min(choices, count_matrices(rows, self.reader.is_weight))
         if self._downs or choices < _MANY:
             return None
         dtype = value(rows[-1]).dtype
@@ -348,11 +339,8 @@ class Search:
                     attempts.append(_Attempt(why.refusal.kind not in DULL, own, -others, why.refusal))
         if changed is not None:
             return changed
-        ffns = len({self._matrices(n) for n in self._of(bits)})
-        if ffns == 1 and not self._is_indexed(self._of(bits)[0]):
-            return None  # one FFN, which may run several times
         routed = count > 1 and all(map(has_chosen_rows, self._of(bits)))
-        experts = routed or ffns >= _MANY or any(attempt.experts > 1 for attempt in attempts)
+        experts = routed or count >= _MANY or any(attempt.experts > 1 for attempt in attempts)
         if not ends:
             return self._stopped(bits) if experts else None
         if not (experts or self._is_indexed(ends[0])):
@@ -482,25 +470,14 @@ class Search:
         return any(_weight(up.weight) in downs for up in self._ups(self._linear(node)))
 
     def _linear(self, node: fx.Node) -> Linear:
-        lin = self._down_linear(node)
+        lin = self.matcher.linear(self.reader.value(node, 2).term)
         assert lin is not None
         return lin
 
-    def _down_linear(self, node: fx.Node) -> Linear | None:
-        """Read a product. One sum may be over the experts and their inner dimension at once."""
-        term = self.reader.value(node, 2).term
-        apart = self.matcher.apart(term)
-        return self.matcher.linear(term if apart is None else apart.down)
-
     def _is_indexed(self, node: fx.Node) -> bool:
         """Return whether a product's weight holds several experts."""
-        lin = self._down_linear(node)
+        lin = self.matcher.linear(self.reader.value(node, 2).term)
         return lin is not None and _is_indexed(lin)
-
-    def _matrices(self, down: fx.Node) -> tuple[_Weight, ...]:
-        """Return the matrices of a down product and of the products before it."""
-        own = self._linear(down)
-        return tuple(_weight(lin.weight) for lin in (own, *self._ups(own)))
 
 
 def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:

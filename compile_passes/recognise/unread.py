@@ -189,7 +189,7 @@ def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
     Heads of one trunk share its products, so they are no FFNs.
     """
     products = {n: p for n in graph.nodes if (p := _product(n, is_weight)) is not None}
-    alike: dict[tuple[object, ...], dict[_Matrix, fx.Node]] = defaultdict(dict)
+    alike: dict[tuple[object, ...], dict[fx.Node, fx.Node]] = defaultdict(dict)
     for down in products.values():
         between = _between(down.rows, products)
         ups = [products[n] for n in between if n in products]
@@ -199,31 +199,11 @@ def _steps_between(graph: fx.Graph, is_weight: Callable[[fx.Node], bool], many: 
             with_parameters = [n for n in steps if any(i.op == "placeholder" for i in n.all_input_nodes)]
             random = [n for n in steps if is_random(n)]
             first = (with_parameters or random or steps)[0]
-            alike[through(ups[0].rows, *_VIEWS), shapes].setdefault(_matrix(ups[0].weight), first)
+            alike[through(ups[0].rows, *_VIEWS), shapes].setdefault(ups[0].node, first)
     for found in alike.values():
         if len(found) >= many:
             return between_products(next(iter(found.values())))
     return None
-
-
-_Matrix = tuple[fx.Node, tuple[object, ...]]
-"""A parameter, and the places of the parts that are taken of it."""
-
-
-def _matrix(weight: fx.Node) -> _Matrix:
-    """Return which matrix a factor of a product is."""
-    places: list[object] = []
-    while is_op(weight, *_VIEWS):
-        if is_op(weight, aten.select, aten.index, aten.index_select):
-            places.append(str(weight.args[1:]))
-        weight = operand(weight)
-    return weight, tuple(places)
-
-
-def count_matrices(products: Iterable[fx.Node], is_weight: Callable[[fx.Node], bool]) -> int:
-    """Return the number of different matrices in these products. A computed matrix counts as its own."""
-    found = {n: _product(n, is_weight) for n in products}
-    return len({n if p is None else _matrix(p.weight) for n, p in found.items()})
 
 
 def _product(node: fx.Node, is_weight: Callable[[fx.Node], bool]) -> _Product | None:

@@ -9,8 +9,6 @@ from conftest import more
 from recorder import Recorder, fake_quantised, relative_error
 from torch import Tensor, nn
 
-import fp4_ops
-
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 E, H, N = 4, 64, 96
 
@@ -93,91 +91,7 @@ class ExcitedFields(Fields):
         return rows * self.excite(self.squeeze(rows.mean(-1)).relu()).relu()[..., None]
 
 
-class CutAttention(nn.Module):
-    """Attention over latents that keeps the largest probabilities. Each head has a matrix (MLA)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.v = nn.Linear(H, E * H), matrices(E, H, N)
-
-    def probabilities(self, x: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (E, H)).transpose(1, 2)
-        p = torch.einsum("beth,bsh->bets", q, x).softmax(-1)
-        values, ids = p.topk(3, -1)
-        p = torch.zeros_like(p).scatter(-1, ids, values)
-        return p / p.sum(-1, keepdim=True)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        rows = torch.einsum("bets,bsh->beth", self.probabilities(x), x)
-        return torch.einsum("beth,ehn->bten", rows, self.v)
-
-
-class SummedCutAttention(CutAttention):
-    """The same by a mask, and the heads are added up."""
-
-    def probabilities(self, x: Tensor) -> Tensor:
-        q = self.q(x).unflatten(-1, (E, H)).transpose(1, 2)
-        p = torch.einsum("beth,bsh->bets", q, x).softmax(-1)
-        return p * (p >= p.topk(3, -1).values[..., -1:])
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        return torch.matmul(self.probabilities(x)[0] @ x[0], self.v).sum(0)
-
-
-class GatedModalities(nn.Module):
-    """A gated multimodal unit: each modality has a matrix, and a softmax weights the modalities."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.gate = matrices(E, H, N), nn.Linear(E * H, E)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        x = x[:, :E]
-        y = torch.einsum("bmh,mhn->bmn", x, self.w).tanh()
-        return torch.einsum("bmn,bm->bn", y, self.gate(x.flatten(1)).softmax(-1))
-
-
-class Means(nn.Module):
-    """The mean of a mixture density network, whose means are columns of one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.gate, self.means = nn.Linear(H, N), nn.Linear(N, E), nn.Linear(N, E * H)
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        h = self.trunk(x[:, 0]).tanh()
-        return (self.gate(h).softmax(-1)[..., None] * self.means(h).view(-1, E, H)).sum(1)
-
-
-class Ensemble(nn.Module):
-    """An average of FFNs beside a head with a topk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ffns = nn.ModuleList(
-            nn.Sequential(nn.Linear(H, N), nn.ReLU(), nn.Linear(N, H)) for _ in range(E)
-        )
-        self.head = nn.Linear(H, 40)
-
-    def average(self, x: Tensor) -> Tensor:
-        return sum(ffn(x) for ffn in self.ffns) / E
-
-    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return self.head(x).softmax(-1).topk(2).values, self.average(x)
-
-
-class SharedFfn(Ensemble):
-    """One FFN reads several rows, such as the views of an image; a softmax weights its results."""
-
-    def average(self, x: Tensor) -> Tensor:
-        weights = self.head(x.flatten(1)[:, :H])[:, :E].softmax(-1)
-        return sum(weights[:, i, None] * self.ffns[0](x[:, i]) for i in range(E))
-
-
-NONE = (
-    MaxPooled, MixedRouters, Fields, CutAttention, GatedModalities, Means, Ensemble, SharedFfn,
-    *map(more, (Codebook, OverTokens, ExcitedFields, SummedCutAttention)),
-)  # fmt: skip
+NONE = (MaxPooled, MixedRouters, Fields, *map(more, (Codebook, OverTokens, ExcitedFields)))
 
 
 @pytest.mark.parametrize("kind", NONE)
@@ -189,7 +103,7 @@ def test_what_is_no_expert_keeps_its_weights(kind):
         inputs = torch.randn(n, 7, H), torch.randint(-1 if kind is Fields else 0, 100, (n, E))
         got, want = run(*inputs), module(*inputs)
         assert torch.equal(got[1], want[1]) if isinstance(got, tuple) else relative_error(got, want) < 1e-5
-    assert not recorder.ops and not recorder.sites
+    assert not recorder.ops
 
 
 class PartShared(nn.Module):
@@ -257,91 +171,3 @@ def test_gated_products_that_cannot_be_packed_have_a_reason():
     assert relative_error(torch.compile(module, backend=recorder, fullgraph=True)(x), module(x)) < 1e-5
     assert not recorder.ops
     assert [s.reason for f in recorder.frames for s in (*f.sites, *f.unrouted)]
-
-
-class Combined(nn.Module):
-    """Buffers of another graph, whose results a router of this one weights. Experts' rows have a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = matrices(E, H, N), matrices(E, N, H), nn.LayerNorm(N)
-        self.router = nn.Linear(H, E)
-
-    def forward(self, x: Tensor, buffers: Tensor, at: Tensor) -> Tensor:
-        y = torch.bmm(self.norm(torch.bmm(buffers, self.up)).relu(), self.down)
-        return torch.einsum("tec,ech->th", self.router(x).softmax(-1)[..., None] * at, y)
-
-
-class OneSum(nn.Module):
-    """One sum over the experts and their inner dimension."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk, self.gate, self.w = nn.Linear(H, N), nn.Linear(N, E), matrices(E, N, H)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.trunk(x).tanh()
-        return torch.einsum("te,tn,enh->th", self.gate(h).softmax(-1), h, self.w)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", [Combined, OneSum])
-def test_experts_beside_them_are_packed(kind):
-    module, recorder = kind(), Recorder(activation="bf16")
-    at = F.one_hot(torch.randint(0, 5, (9, E)), 5).float()
-    inputs = (torch.randn(9, H), torch.randn(E, 5, H), at)[: 1 if kind is OneSum else 3]
-    got = torch.compile(module, backend=recorder, fullgraph=True)(*inputs)
-    assert recorder.ops and 1e-4 < relative_error(got, module(*inputs)) < 0.5
-
-
-class Groups(nn.Module):
-    """The mean of each group of rows. How many groups there are depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(H, N), nn.Linear(N, H)
-
-    def layers(self, e: int) -> tuple[nn.Module, nn.Module]:
-        return self.up, self.down
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        means = []
-        for group in ids.unique():
-            up, down = self.layers(int(group))
-            means.append(down(up(x[ids == group]).relu()).mean(0))
-        return torch.stack(means)
-
-
-class GroupsOfExperts(Groups):
-    def __init__(self) -> None:
-        super().__init__()
-        self.ups = nn.ModuleList(nn.Linear(H, N) for _ in range(E))
-
-    def layers(self, e: int) -> tuple[nn.Module, nn.Module]:
-        return self.ups[e], self.down
-
-
-@pytest.mark.parametrize("kind", [Groups, GroupsOfExperts])
-def test_only_modules_that_may_hold_experts_get_hints_about_them(kind):
-    report = fp4_ops.explain(kind(), torch.randn(12, H), torch.arange(12) % E)
-    assert not report.sites
-    assert any("expert" in hint for hint in report.hints) == (kind is GroupsOfExperts), report.hints
-
-
-@pytest.mark.parametrize("kind", [CutAttention, Ensemble, GatedModalities])
-def test_a_dense_model_that_trains_is_nobodys_concern(kind, caplog):
-    module, recorder = kind(), Recorder(strict=True)
-    inputs = torch.randn(5, 7, H), torch.randint(0, 100, (5, E))
-    with caplog.at_level("WARNING", "fp4_ops"):
-        got = torch.compile(module, backend=recorder)(*inputs)
-    assert not caplog.records and (got[1] if isinstance(got, tuple) else got).requires_grad
-
-
-def test_experts_that_train_are_told(caplog):
-    module = PartShared("")
-    with caplog.at_level("WARNING", "fp4_ops"):
-        torch.compile(module, backend=Recorder())(torch.randn(9, H))
-    assert "gradients may be asked for" in caplog.text
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="strict=True"):
-        torch.compile(module, backend=Recorder(strict=True))(torch.randn(9, H))
