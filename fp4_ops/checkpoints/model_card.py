@@ -51,4 +51,4 @@ def _name(source: Path) -> str:
     for part in path.parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/")
-    return path.name
+    return path.name.encode(errors="surrogateescape").decode(errors="replace")  # a name may not be UTF-8
