@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.config
 
 from .. import _library
 from ..backends import check_activation
@@ -38,7 +37,9 @@ class Options:
     def cpp_wrapper(self) -> bool:
         """True if Inductor's wrapper is C++ code. It cannot pass lists of tensors to an operator: torch 2.13
         ends with an invalid PyCapsule, or a segmentation fault. AOTInductor's packages can."""
-        return bool(self.inductor.get("cpp_wrapper", torch._inductor.config.cpp_wrapper))
+        from ..meta.torch_internals import inductor_config
+
+        return bool(self.inductor.get("cpp_wrapper", inductor_config.cpp_wrapper))
 
     @property
     def wanted(self) -> str:
