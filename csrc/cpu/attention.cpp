@@ -27,8 +27,8 @@ struct Problem {
 
   int64_t group() const { return heads / kv_heads; }
   int64_t parts() const { return (length + kPartKeys - 1) / kPartKeys; }
-  // Of a part, for each query head: the sums of the values, then the largest score and the sum of the
-  // weights.
+  // A part holds, for each query head, the sums of the values. The largest scores and the sums of the weights
+  // follow.
   int64_t part_values() const { return group() * (value_size + 2); }
 };
 

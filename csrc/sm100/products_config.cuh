@@ -32,7 +32,7 @@ struct Problem : ScaledProduct {
   Tiling tiling;
 };
 
-// What the copy engine reads.
+// The tensor maps from which the copy engine reads.
 struct Maps {
   CUtensorMap codes, x, scales;
 };

@@ -74,7 +74,7 @@ class ProductBlock {
   }
 
  private:
-  // Of the barriers on which products wait, a pair uses those of block 0, which starts the products.
+  // A pair's products wait on the barriers of block 0, which starts the products.
   __device__ __forceinline__ void init_barriers() {
     for (int i = 0; i < Config::Stages; ++i) {
       // The copies, and in each block a warp that arranges scales.
