@@ -90,7 +90,8 @@ def test_the_documented_command_serves_a_folder(folder, registered):
     pytest.importorskip("uvicorn")
     pytest.importorskip("fastapi")
     pytest.importorskip("openai")
-    (command,) = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    typed = re.findall(r"^```sh\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (command,) = (command for command in typed if "serve FOLDER" in command)
     port = free_port()
     command = command.replace("python -c", f"exec {sys.executable} -c").replace("FOLDER", str(folder)).strip()
     server = subprocess.Popen(
