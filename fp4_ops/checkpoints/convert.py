@@ -43,6 +43,7 @@ from .files import (
     write_json,
 )
 from .folder import Folder
+from .foreign import PROGRESS
 from .model_card import CARD, write_card
 from .progress import progress_bar
 from .resume import Progress
@@ -89,6 +90,16 @@ class ConvertReport:
         what = ", ".join(f"{' and '.join(kinds)} in {format}" for format, kinds in counts.items())
         return f"{what}, stored as {self.dialect}"
 
+    @property
+    def uncalibrated(self) -> list[str]:
+        """Says which experts were quantised without the calibration text."""
+        lines = []
+        if self.unseen:
+            lines.append(f"{self.unseen} experts saw no token of the calibration text: quantised without it")
+        if self.outside:
+            lines.append(f"{self.outside} matrices are no part of the model that runs: quantised without it")
+        return lines
+
     def __str__(self) -> str:
         resumed = f" ({self.resumed} from an earlier run)" if self.resumed else ""
         files = f"{self.files} file{'s' * (self.files != 1)}"
@@ -96,11 +107,7 @@ class ConvertReport:
             f"{self.out}: {self.contents}, {files}{resumed}, "
             f"{_size(self.bytes_before)} -> {_size(self.bytes_after)}"
         ]
-        if self.unseen:
-            lines.append(f"{self.unseen} experts saw no token of the calibration text: quantised without it")
-        if self.outside:
-            lines.append(f"{self.outside} matrices are no part of the model that runs: quantised without it")
-        return "\n".join(lines)
+        return "\n".join(lines + self.uncalibrated)
 
 
 def _size(nbytes: int) -> str:
@@ -457,7 +464,7 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
             {"metadata": {"total_size": after}, "weight_map": dict(sorted(weight_map.items()))},
         )
     # ModelOpt's file says how the source was stored, as its config.json did.
-    skip = {"config.json", "hf_quant_config.json", CARD, *results}
+    skip = {"config.json", "hf_quant_config.json", CARD, PROGRESS, *results}
     for file in sorted(folder.path.iterdir()):
         adapter = file.name.startswith("adapter_model.")  # adapter_config.json is useless without it
         if file.is_file() and file.name not in skip and (adapter or not file.name.endswith(_WEIGHTS)):
@@ -488,10 +495,18 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
 
 def _write_card(plan: Plan, report: ConvertReport, job: Mapping[str, Any]) -> None:
     eight = f", but those in 8 bits became {str(plan.dtype).removeprefix('torch.')}" if plan.eight else ""
-    facts = [report.contents, f"all other weights as they were{eight}", f"method `{job['method']}`"]
+    facts = [
+        report.contents,
+        f"all other weights as they were{eight}",
+        f"the experts by method `{job['method']}`",
+    ]
     options = {"format": plan.format, "method": job["method"], **job.get("outside the experts", {})}
     if text := job.get("calibration"):
         windows, length = text["shape"]
         facts[-1] += f", calibrated with {windows} windows of {length} tokens"
         options |= {"calibration": "TEXT", "calibration-windows": str(windows), "length": str(length)}
-    write_card(plan.folder.path, report.out, facts, options)
+        options |= {"batch": str(text["batch"])}
+    facts += report.uncalibrated
+    if plan.outside:
+        facts.append("the linear layers rounded to nearest")
+    write_card(plan.folder.path, report.out, facts, plan.dialects, options)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import hub
+
 PROGRESS = ".fp4_quantize.json"
 """The file in which `quantize` notes its progress. It is removed when the result is complete."""
 
@@ -88,15 +90,14 @@ def why_no_config(path: Path) -> str:
         return "it is an adapter (PEFT), not a model. Give the folder of the model that it is for"
     if (path / "model_index.json").is_file():
         return "it is a pipeline of diffusers, not a model"
-    snapshots = sorted(path.glob("snapshots/*/config.json"), key=lambda file: file.lstat().st_mtime)
-    if snapshots:
-        return f"it is a model in the hub's cache. Give its snapshot, {snapshots[-1].parent}"
+    if why := hub.why_no_config(path):
+        return why
     below = sorted(path.glob("*/config.json"))
     if below:
         return f"its folder {below[0].parent.name} has one. Give that"
     if any(path.glob("*.safetensors")):
         return "it holds only weights. Fetch the config.json from the same place, too"
-    return ""
+    return "" if any(path.iterdir()) else "it is empty"
 
 
 def why_no_weights(path: Path) -> str:
@@ -119,7 +120,7 @@ def why_no_weights(path: Path) -> str:
             'to model.safetensors, or name it in config.json ("transformers_weights")'
         )
     begun = next((name for name in files if name.endswith(_BEGUN)), None)
-    if begun or any((path / ".cache/huggingface/download").glob("*.incomplete")):
+    if begun or hub.is_unfinished(path):
         return f"a download{f', {begun},' if begun else ''} has not finished. Fetch the folder again"
     for kind in FOREIGN:
         if kind.file and (found := next((n for n in files if re.fullmatch(kind.file, n)), None)):

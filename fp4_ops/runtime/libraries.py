@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 REBUILD = "Rebuild both: pip install --no-build-isolation -e . (without a GPU here: with FP4_CUDA_ARCHS=all)."
+NOT_INSTALLED = "not installed"
 
 
 def libraries() -> list[Path]:
@@ -24,11 +25,11 @@ def library_path() -> Path | None:
 
 
 def version_of(package: str) -> str:
-    """Returns a package's version, "not installed" for one without metadata, such as a source tree."""
+    """Returns a package's version, NOT_INSTALLED for one without metadata, such as a source tree."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def digest(*files: Path) -> str:

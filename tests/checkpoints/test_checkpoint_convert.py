@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import warnings
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -96,43 +95,6 @@ def test_everything_else_is_copied(source, tmp_path):
     for file in (tmp_path / "out").glob("*.safetensors"):
         with safe_open(file, "pt") as f:
             assert set(f.keys()) == {n for n, where in index["weight_map"].items() if where == file.name}
-
-
-CARD = """# ORG/NAME in 4 bits
-
-fp4_ops VERSION made this folder from `ORG/NAME`:
-
-- 48 expert matrices in mxfp4, 8 linear layers in int4_g32, stored as mxfp4-pack-quantized and pack-quantized
-- all other weights as they were
-- method `rtn`
-
-```
-python -m fp4_ops quantize ORG/NAME -o OUT --format mxfp4 --method rtn --attention int4_g32
-```
-
-Load it with `fp4_ops.load_checkpoint(None, FOLDER)`. Its accuracy is not known:
-`python -m fp4_ops eval FOLDER --text FILE` measures it.
-
-The card of `ORG/NAME`, which describes the original weights: [README.source.md](README.source.md).
-"""
-
-
-def test_the_result_has_a_card_of_its_own(tmp_path):
-    """The folder is a snapshot in the hub's cache, whose name is a hash."""
-    snapshot = save(tmp_path / "hub" / "models--ORG--NAME" / "snapshots" / "0123", tiny())
-    (snapshot / "README.md").write_text("---\nlicense: mit\n---\n# NAME in bfloat16\n")
-    out = tmp_path / "out"
-    quantize_checkpoint(snapshot, out, "mxfp4", attention="int4_g32", progress=False)
-    assert (out / "README.md").read_text() == CARD.replace("VERSION", version("fp4_ops"))
-    assert (out / "README.source.md").read_text() == (snapshot / "README.md").read_text()
-    command = next(line for line in CARD.splitlines() if line.startswith("python"))
-    words = [str(snapshot) if w == "ORG/NAME" else w for w in command.split()[3:]]
-    words[words.index("OUT")] = str(tmp_path / "again")
-    main(words)
-    assert contents(out) == contents(tmp_path / "again")
-    (snapshot / "README.md").unlink()
-    quantize_checkpoint(snapshot, tmp_path / "third", progress=False)
-    assert "README.source.md" not in (tmp_path / "third" / "README.md").read_text()
 
 
 class Killed(BaseException):
