@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,6 +20,11 @@ from .runtime.libraries import libraries
 
 
 def main(arguments: list[str] | None = None) -> None:
+    with _while_read():
+        _run(arguments)
+
+
+def _run(arguments: list[str] | None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m fp4_ops", description="4-bit Mixture-of-Experts for PyTorch"
     )
@@ -37,6 +46,33 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     with _quiet():
         args.run(args)
+
+
+@contextmanager
+def _while_read() -> Iterator[None]:
+    """Ends the program as SIGPIPE would, without a traceback, if the reader of its output has gone, as `head`
+    does.
+    """
+    try:
+        try:
+            yield
+        except SystemExit:
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
+    except BrokenPipeError:
+        gone = [stream for stream in (sys.stdout, sys.stderr) if _has_no_reader(stream.fileno())]
+        if not gone:  # another pipe or a socket
+            raise
+        for stream in gone:  # Python writes what they still hold when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        sys.exit(128 + signal.SIGPIPE)
+
+
+def _has_no_reader(file: int) -> bool:
+    poll = select.poll()
+    poll.register(file, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 @contextmanager

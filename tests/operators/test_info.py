@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import forks
 import pytest
 import torch
+from conftest import more
 
 import fp4_ops
 from fp4_ops.__main__ import main
@@ -83,6 +85,36 @@ def test_the_command_prints_it():
     ]
     for word in (torch.__version__, "nvfp4", "cpu:", "layout tile16"):
         assert word in result.stdout
+
+
+@pytest.mark.parametrize("arguments, buffered", [("info", ""), more("info", "1"), more("--help", "")])
+def test_a_reader_that_goes_early(arguments, buffered):
+    """As in `python -m fp4_ops info | head -1`: no traceback, and the exit status of other programs."""
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "fp4_ops", arguments], stdout=pipe, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": buffered},
+        )  # fmt: skip
+    assert done.stderr == "" and done.returncode == 128 + signal.SIGPIPE
+
+
+OTHER_PIPE = """
+import os, sys
+from fp4_ops import __main__ as command
+def fail():
+    read, write = os.pipe()
+    os.close(read)
+    os.write(write, b"x")
+command.info = fail
+command.main(["info"])
+"""
+
+
+def test_another_broken_pipe_is_an_error():
+    done = forks.run(["-c", OTHER_PIPE])
+    assert done.returncode == 1 and "BrokenPipeError" in done.stderr
 
 
 FORCED = """
