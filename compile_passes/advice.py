@@ -290,6 +290,10 @@ NOT_GATHERED = NoChange(
     "whole model on each rank and call fp4_ops.prepare(model): 4 bits take a quarter of the memory"
 )
 NO_GRADIENTS = "run the model under torch.no_grad() or torch.inference_mode()"
+OWN_GRADIENTS = (
+    "take what turns gradients on out of the model's code (torch.enable_grad(), set_grad_enabled(True), "
+    "inference_mode(False)), or call the experts there under torch.no_grad()"
+)
 BAKED_WEIGHTS = (
     "make them parameters before the model is compiled: torch.nn.utils.prune.remove, "
     "parametrize.remove_parametrizations, remove_weight_norm, or the like"

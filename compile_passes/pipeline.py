@@ -52,7 +52,7 @@ def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
         frame.sites = _own_calls(gm)
         if not frame.sites or _leaves_experts(gm, inputs):
             frame.note = "left to Inductor, because gradients may be asked for and 4-bit weights have none"
-            frame.change = advice.NO_GRADIENTS
+            frame.change = advice.NO_GRADIENTS if torch.is_grad_enabled() else advice.OWN_GRADIENTS
         return None, frame
     if not options.outside and not _has_expert_weights(gm, inputs):
         frame.sites = fp4_calls(gm.graph)

@@ -170,6 +170,8 @@ def below_functorch(t: torch.Tensor) -> torch.Tensor:
 
 
 set_grad_enabled = torch._C._set_grad_enabled
+enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
+exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
 side_effects = frozenset(_side_effectful_functions)
 
 

@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import fx, nn
 
 from ...meta.text import some_of
+from ..graph.traced_nodes import asks_for_gradients
 from ..naming import plain_path, source_name
 from . import left_out
 from .api import BackendCompilerFailed
@@ -84,10 +84,8 @@ def another_backend(method: Function) -> Function:
     def call_user_compiler(
         self: OutputGraph, gm: fx.GraphModule, inputs: Sequence[object], *args: object
     ) -> object:
-        asks = torch.is_grad_enabled() and any(
-            isinstance(x, torch.Tensor) and x.requires_grad for x in inputs
-        )
-        if _compiled and not (is_ours(self.compiler_fn) or self.export or asks):
+        ours = is_ours(self.compiler_fn)
+        if _compiled and not (ours or self.export or asks_for_gradients(gm, inputs)):
             left_out.note_other(inputs, _name(self.compiler_fn))
             _tell(self, gm)
         return method(self, gm, inputs, *args)

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from ...meta.torch_internals import OpOverload, below_functorch, pytree, set_grad_enabled
+from ...meta.torch_internals import (
+    OpOverload,
+    below_functorch,
+    enter_inference_mode,
+    exit_inference_mode,
+    pytree,
+    set_grad_enabled,
+)
 from .nodes import integer
 
 
@@ -29,16 +36,27 @@ def example(node: fx.Node) -> Any:
 
 
 def asks_for_gradients(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Return whether gradients are on for a call that reads a tensor which requires them.
+    """Return whether a call reads, where gradients are on, a tensor that requires them.
 
-    A model may turn them off itself, as with `@torch.no_grad()` on its `forward`.
+    A model may turn them off or on itself, as with `@torch.no_grad()` on its `forward`. If it turns them on
+    under inference_mode, there are none: torch compiles as if under no_grad then, but tensors that were made
+    in that mode show it.
     """
-    if not (torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs)):
+    on = torch.is_grad_enabled()
+    tensors = [x for x in inputs if isinstance(x, Tensor)]
+    if not any(x.requires_grad for x in tensors):
         return False
-    on = True
+    if not on and any(x.is_inference() for x in tensors):
+        return False
+    before: dict[Any, bool] = {}
     for node in gm.graph.nodes:
         if node.target is set_grad_enabled:
             on = bool(node.args[0])
+        elif node.target is enter_inference_mode:
+            before[node] = on
+            on = on or not node.args[0]  # torch compiles no graph that enters it
+        elif node.target is exit_inference_mode:
+            on = before[node.args[0]]
         elif on and node.op not in ("placeholder", "output"):
             values = pytree.tree_leaves([n.meta.get("example_value") for n in node.all_input_nodes])
             if any(isinstance(x, Tensor) and x.requires_grad for x in values):

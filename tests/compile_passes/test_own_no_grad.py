@@ -1,4 +1,4 @@
-"""Models that turn gradients off themselves, or train beside experts in 4 bits, called with gradients on."""
+"""Models that turn gradients off or on themselves, or train beside experts in 4 bits."""
 
 import logging
 
@@ -71,6 +71,83 @@ def test_gradients_that_are_left_on_count(model):
     block.register_buffer("state", torch.zeros(6, Block.H))
     torch.compile(block, backend=recorder)(torch.randn(6, Block.H))
     assert "gradients may be asked for" in recorder.frames[0].note
+
+
+class Enabled(Block):
+    def forward(self, x):
+        with torch.enable_grad():
+            return super().forward(x)
+
+
+class DecoratedOn(Block):
+    @torch.enable_grad()
+    def forward(self, x):
+        return super().forward(x)
+
+
+class SetOn(Block):
+    def forward(self, x):
+        torch.set_grad_enabled(True)
+        y = super().forward(x)
+        torch.set_grad_enabled(False)
+        return y
+
+
+class NoInference(Block):
+    def forward(self, x):
+        with torch.inference_mode(False):
+            return super().forward(x)
+
+
+class OffAndOn(Block):
+    """The experts are in a block without gradients, within one that has them."""
+
+    @torch.enable_grad()
+    def forward(self, x):
+        with torch.no_grad():
+            y = super().forward(x)
+        return y * self.router.mean()
+
+
+class On(Block):
+    """Gradients are on after the experts, for nothing that requires them."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        with torch.inference_mode(False):
+            y = y * 2
+        return y
+
+
+@pytest.mark.parametrize("model", [Enabled, DecoratedOn, SetOn, NoInference, OffAndOn])
+def test_gradients_that_a_model_turns_on_count(model):
+    """Under no_grad outside, the result has gradients as eager's has."""
+    block, recorder, x = model("grouped_mm"), Recorder(), torch.randn(6, Block.H)
+    with torch.no_grad():
+        want, got = block(x), torch.compile(block, backend=recorder)(x)
+    assert want.requires_grad and got.requires_grad
+    assert "gradients may be asked for" in recorder.frames[0].note
+    assert "torch.enable_grad()" in recorder.frames[0].change
+    for y in (want, got):
+        y.sum().backward()
+    assert torch.equal(want.detach(), got.detach()) and block.router.grad is not None
+
+
+def test_gradients_of_nothing_do_not_count():
+    block, recorder, x = On("grouped_mm"), Recorder(activation="bf16"), torch.randn(6, Block.H)
+    with torch.no_grad():
+        got, want = torch.compile(block, backend=recorder)(x), 2 * twin(block)(x)
+    assert relative_error(got, want) < 1e-5 and not got.requires_grad and recorder.ops == ["fp4::moe"]
+
+
+@pytest.mark.parametrize("model", [Enabled, DecoratedOn])
+def test_inference_mode_has_no_gradients(model):
+    """Also where a model turns them on."""
+    block, recorder = model("grouped_mm"), Recorder(activation="bf16")
+    with torch.inference_mode():
+        x = torch.randn(6, Block.H)
+        got, want = torch.compile(block, backend=recorder)(x), twin(block)(x)
+    assert relative_error(got, want) < 1e-5 and not got.requires_grad and recorder.ops == ["fp4::moe"]
 
 
 def prepared(layers: int = 1):
