@@ -13,7 +13,7 @@ Importing this module registers the rule for every schema of csrc/schema.cpp.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.autograd import forward_ad
@@ -31,9 +31,36 @@ from .torch_internals import (
 
 LIBRARY = Library("fp4", "IMPL")
 
-INFERENCE = "4-bit weights are for inference"
-ORIGINAL = "differentiate the original weights"
 ADAPTERS = {"moe": " For adapters beside frozen experts: fp4_ops.prepare(model, trainable_inputs=True)."}
+
+
+class Reason(NamedTuple):
+    """Why an operator has no gradient, and what to compute in its place."""
+
+    why: str
+    instead: str
+
+
+INFERENCE = Reason("4-bit weights are for inference", "train with the original weights")
+_ROUNDS = Reason(
+    "it rounds, and rounding has a gradient of zero", "differentiate something else than the rounded values"
+)
+
+
+def _with(torchs: str) -> Reason:
+    return Reason("it is for inference", f"compute the same with {torchs}")
+
+
+REASONS = {
+    **dict.fromkeys(("quantize", "quantize_int8", "quantize_fp8"), _ROUNDS),
+    "linears": _with("torch.nn.functional.linear and rms_norm"),
+    "update_cache": _with("torch's own operators and Tensor.index_copy"),
+    "attention": _with("torch.nn.functional.scaled_dot_product_attention"),
+    "top_experts": _with("torch.softmax and torch.topk"),
+    "all_reduce": _with("torch.distributed.nn.functional.all_reduce"),
+    **dict.fromkeys(("to_masked", "from_masked"), _with("torch.Tensor.index_copy and index_select")),
+}
+"""Reasons of the operators without 4-bit weights, by name."""
 
 
 def has_tangent(tensors: Iterable[Any]) -> bool:
@@ -46,10 +73,10 @@ def has_tangent(tensors: Iterable[Any]) -> bool:
     return any(forward_ad.unpack_dual(t).tangent is not None for t in found)
 
 
-def refuse_tangent(what: str, instead: str) -> NoReturn:
+def refuse_tangent(what: str, reason: Reason) -> NoReturn:
     raise RuntimeError(
-        f"{what} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors): {INFERENCE}. Give it "
-        f"x.detach() if its result does not count for the derivative, or {instead}."
+        f"{what} has no forward-mode derivative (torch.func.jvp, jacfwd, dual tensors): {reason.why}. Give "
+        f"it x.detach() if its result does not count for the derivative, or {reason.instead}."
     )
 
 
@@ -64,9 +91,10 @@ class _Call(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> NoReturn:
+        reason = REASONS.get(ctx.name, INFERENCE)
         raise RuntimeError(
-            f"fp4::{ctx.name} has no gradient: {INFERENCE}. Run it under torch.no_grad(), or "
-            f"train with the original weights.{ADAPTERS.get(ctx.name, '')}"
+            f"fp4::{ctx.name} has no gradient: {reason.why}. Run it under torch.no_grad(), or "
+            f"{reason.instead}.{ADAPTERS.get(ctx.name, '')}"
         )
 
 
@@ -83,13 +111,14 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _autograd_kernel(name: str) -> Callable[..., Any]:
     redispatch = getattr(torch.ops.fp4, name).default._handle.redispatch_boxed
+    reason = REASONS.get(name, INFERENCE)
 
     def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         asked = torch.is_grad_enabled() and asks_for_gradient(*args)
         if not asked and not in_forward_ad():  # every call under no_grad: keep this path short
             return redispatch(keyset & AFTER_AUTOGRAD, *args, **kwargs)
         if has_tangent(args):
-            refuse_tangent(f"fp4::{name}", ORIGINAL)
+            refuse_tangent(f"fp4::{name}", reason)
 
         def below(*args: Any) -> Any:
             with BelowAutograd():
@@ -99,8 +128,8 @@ def _autograd_kernel(name: str) -> Callable[..., Any]:
             return below(*args)
         if in_functorch():
             raise RuntimeError(
-                f"fp4::{name} has no gradient (torch.func.grad, vjp, jacrev): {INFERENCE}. Give it "
-                f"x.detach() if its result does not count for the gradient, or {ORIGINAL}."
+                f"fp4::{name} has no gradient (torch.func.grad, vjp, jacrev): {reason.why}. Give it "
+                f"x.detach() if its result does not count for the gradient, or {reason.instead}."
             )
         # torch.autograd.Function sees no tensor in a list, of arguments or of results.
         flat, spec = pytree.tree_flatten(args)

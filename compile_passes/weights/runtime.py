@@ -72,7 +72,8 @@ def runtime(
     def run(*args: Any) -> Any:
         # Guards do not check for dual tensors, and their tangents would be lost below autograd.
         if gradients.has_tangent(args):
-            gradients.refuse_tangent('a model compiled with backend="fp4"', "call the model uncompiled")
+            reason = gradients.INFERENCE._replace(instead="call the model uncompiled")
+            gradients.refuse_tangent('a model compiled with backend="fp4"', reason)
         packed, unsure = lookup.get(args, undo is not None)
         with BelowAutograd():
             out = compiled(*kept(args), *packed)

@@ -298,3 +298,24 @@ SAMPLES = {
     "to_masked": _to_masked,
     "from_masked": _from_masked,
 }
+
+
+TORCHS = {
+    "linears": "functional.linear",
+    "update_cache": "index_copy",
+    "attention": "scaled_dot_product_attention",
+    "top_experts": "topk",
+    "all_reduce": "distributed.nn.functional.all_reduce",
+    "to_masked": "index_copy",
+    "from_masked": "index_copy",
+}
+"""The operators whose weights are not in 4 bits, or that have none, each with what torch has for it."""
+
+
+def why_no_gradient(op: str) -> tuple[str, str]:
+    """Return what an operator says of gradients: why it has none, and what to do."""
+    if op.startswith("quantize"):
+        return "it rounds", "differentiate something else"
+    if op in TORCHS:
+        return "it is for inference", f"compute the same with .*{TORCHS[op]}"
+    return "4-bit weights are for inference", "train with the original weights"
