@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from typing import Any
 
@@ -66,7 +67,7 @@ def _quantize(args: argparse.Namespace) -> None:
     print(report)
     print(
         f"Load it with fp4_ops.load_checkpoint(None, {str(args.out)!r}). Measure it with "
-        f"python -m fp4_ops eval {args.out} --text FILE"
+        f"python -m fp4_ops eval {shlex.quote(args.out)} --text FILE"
     )
 
 

@@ -60,6 +60,9 @@ CONTINUES = "Once this is fixed, the same command or call continues with the fir
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 """Endings of files that hold weights or list them. These are not copied."""
 
+_TEMPLATES = "additional_chat_templates"
+"""The folder with a tokenizer's named chat templates. Other folders of the source may be anything."""
+
 
 @dataclass(frozen=True)
 class ConvertReport:
@@ -469,6 +472,10 @@ def _finish(plan: Plan, to: Path, progress: Progress, layers: CalibratedLayers |
         adapter = file.name.startswith("adapter_model.")  # adapter_config.json is useless without it
         if file.is_file() and file.name not in skip and (adapter or not file.name.endswith(_WEIGHTS)):
             shutil.copyfile(file, to / file.name)
+    if (folder.path / _TEMPLATES).is_dir():
+        shutil.copytree(
+            folder.path / _TEMPLATES, to / _TEMPLATES, copy_function=shutil.copyfile, dirs_exist_ok=True
+        )
     own = {key: value for key, value in folder.config.items() if key != "compression_config"}
     if text := own.get("text_config"):
         own["text_config"] = {k: v for k, v in text.items() if k != "quantization_config"}

@@ -41,6 +41,8 @@ class Progress:
             text = hashlib.sha256(calibration.contiguous().numpy().tobytes()).hexdigest()
             self.job["calibration"] = {"tokens": text, "shape": list(calibration.shape), "batch": batch}
         self.files: list[str] = []
+        if to.exists() and not to.is_dir():
+            raise CheckpointError(f"fp4: {to} is a file; it must be a new or empty folder")
         if self.file.exists():
             state = read_json(self.file)
             if state.get("job") != self.job:

@@ -97,6 +97,29 @@ def test_everything_else_is_copied(source, tmp_path):
             assert set(f.keys()) == {n for n, where in index["weight_map"].items() if where == file.name}
 
 
+def test_named_chat_templates_are_copied(tmp_path):
+    """They are in a folder that tokenizers read. Other folders are not copied."""
+    source, out = save(tmp_path / "bf16", tiny()), tmp_path / "out"
+    for name in ("additional_chat_templates/tool_use.jinja", "onnx/model.json", "checkpoint-1/config.json"):
+        (source / name).parent.mkdir()
+        (source / name).write_text(f"{name} of the source")
+    quantize_checkpoint(source, out, progress=False)
+    assert [f.name for f in out.iterdir() if f.is_dir()] == ["additional_chat_templates"]
+    name = "additional_chat_templates/tool_use.jinja"
+    assert (out / name).read_text() == f"{name} of the source"
+
+
+def test_paths_with_spaces_and_files_in_place_of_folders(source, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["quantize", str(source), "-o", "a folder"])
+    advice = capsys.readouterr().out.splitlines()[-1]
+    assert "load_checkpoint(None, 'a folder')" in advice and "eval 'a folder' --text" in advice
+    Path("a file").touch()
+    with pytest.raises(SystemExit) as error:
+        main(["quantize", str(source), "-o", "a file"])
+    assert str(error.value) == "fp4: a file is a file; it must be a new or empty folder"
+
+
 class Killed(BaseException):
     pass
 
