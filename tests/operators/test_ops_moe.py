@@ -232,3 +232,27 @@ def test_a_token_does_not_depend_on_its_batch(a_format, device):
     given = x[rows], ids[rows], weights[rows], w13.dense, w2.dense
     want, between = (f(*given, a_format=a_format) for f in (moe, moe_between_codes))
     assert_moe_close(out[rows], want, torch.float32, a_format, between)
+
+
+@pytest.mark.parametrize("a_format", ["none", "int8", "fp8", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("gate", GATES)
+def test_a_token_that_is_not_finite(gate, a_format):
+    """A maximum, a limit or a rounding makes no ordinary numbers of its NaN or infinity, and other tokens do
+    not get it."""
+    hidden, inner = 96, 64
+    for layout in LAYOUTS:
+        up = random_weight("nvfp4", 3, rows_per_column(gate) * inner, hidden, layout=layout)
+        down = random_weight("nvfp4", 3, hidden, inner, layout=layout)
+        for dtype in DTYPES.values():
+            for tokens in (1, 4, 40):
+                for bad in (torch.nan, torch.inf, -torch.inf):
+                    x, at = torch.randn(tokens, hidden).to(dtype), tokens // 2
+                    x[at, int(torch.randint(0, hidden, ()))] = bad
+                    ids, weights = torch.randint(0, 3, (tokens, 2)), torch.rand(tokens, 2)
+                    got = fp4.moe(
+                        x, ids, weights, *up.operands(), *down.operands(), activation=gate,
+                        a_format=a_format, **up.options(),
+                    )  # fmt: skip
+                    assert got[at].isnan().all() if bad != bad else not got[at].isfinite().any()
+                    got[at] = 0
+                    assert got.isfinite().all()
