@@ -37,8 +37,10 @@ class RewrittenProgram(nn.Module):
     ) -> None:
         super().__init__()
         self.graph_module, self.report, self._out_spec = graph, report, spec
-        self._dtypes = {name: tensor.dtype for name, tensor in constants.items()}
-        for name, tensor in constants.items():
+        # AOTInductor calls inputs arg0_1 and so on, and constants by the names of their buffers.
+        named = {f"constant_{name}": tensor for name, tensor in constants.items()}
+        self._dtypes = {name: tensor.dtype for name, tensor in named.items()}
+        for name, tensor in named.items():
             self.register_buffer(name, byte_view(tensor))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -70,6 +70,39 @@ def test_what_is_rewritten_compiles_and_becomes_an_aotinductor_package(way, tmp_
             assert relative_error(compiled(x), twin(x)) < 1e-5
 
 
+class Between(torch.nn.Module):
+    """Experts between dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = (
+            torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(n)) for n in (3, 7)
+        )
+        self.experts = STYLES["where loop"]()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.before, self.experts, *self.after):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["names", more("AOTInductor")])
+def test_constants_are_not_called_like_inputs_of_a_package(way, tmp_path):
+    """AOTInductor calls them arg0_1 and so on; two variables with one name are an error in its C++."""
+    x = torch.randn(9, 32)
+    rewritten = fp4_ops.rewrite(export(Between(), x), OPTIONS)
+    program = export(rewritten, x)
+    inputs = len(program.graph.find_nodes(op="placeholder"))
+    names = {name for name, _ in rewritten.named_buffers()}
+    assert names.isdisjoint(f"arg{i}_1" for i in range(inputs)) and len(names) == inputs - 1
+    if way == "AOTInductor":
+        path = str(tmp_path / "model.pt2")
+        torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=AOTI)
+        with torch.no_grad():
+            assert relative_error(torch._inductor.aoti_load_package(path)(x), rewritten(x)) < 1e-5
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_families(family):
     block = expert_block(tiny(family, "grouped_mm"))
