@@ -100,20 +100,26 @@ def add_layers(model: Qwen3MoeForCausalLM, layers: int) -> None:
 
 
 @torch.no_grad()
-def step_ms(model: Qwen3MoeForCausalLM) -> float:
-    """Measures milliseconds of a step."""
+def step_ms(model: Qwen3MoeForCausalLM) -> dict[str, float]:
+    """Measures milliseconds of a step: compiled, compiled without guards, and not compiled. They take turns.
+
+    Without guards means under torch.compiler.set_stance(skip_guard_eval_unsafe=True).
+    """
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="fp4", dynamic=False)
-    cache = StaticCache(config=model.config, max_cache_len=CONTEXT + STEPS + SKIP)
+    cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 3 * (STEPS + SKIP))
     ids = torch.randint(1, VOCABULARY, (1, CONTEXT))
     logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    times = []
+    times: dict[str, list[float]] = {"ms": [], "unguarded_ms": [], "eager_ms": []}
     for _ in range(STEPS + SKIP):
-        start = time.perf_counter()
-        token = logits[:, -1].argmax(-1, keepdim=True)
-        logits = compiled(token, past_key_values=cache, logits_to_keep=1).logits
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times[SKIP:])
+        for name, of in times.items():
+            with torch.compiler.set_stance(skip_guard_eval_unsafe=name == "unguarded_ms"):
+                start = time.perf_counter()
+                token = logits[:, -1].argmax(-1, keepdim=True)
+                step = model if name == "eager_ms" else compiled
+                logits = step(token, past_key_values=cache, logits_to_keep=1).logits
+                of.append(time.perf_counter() - start)
+    return {name: 1e3 * statistics.median(of[SKIP:]) for name, of in times.items()}
 
 
 @torch.no_grad()
@@ -159,8 +165,8 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                     "table": "prefill", **names, "tokens": args.prefill, "ms": ms,
                     "tokens_per_s": 1e3 * args.prefill / ms,
                 }  # fmt: skip
-            ms = step_ms(model)
-            yield {"table": "step", **names, "ms": ms, "tokens_per_s": 1e3 / ms, "gb": gb}
+            times = step_ms(model)
+            yield {"table": "step", **names, **times, "tokens_per_s": 1e3 / times["ms"], "gb": gb}
         del model
         gc.collect()
 

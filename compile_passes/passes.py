@@ -56,6 +56,7 @@ from .report import PassRun, Site, each_told_once, left_alone
 from .step.attention import write_attention as write_step_attention
 from .step.cache import write_caches, write_counters
 from .step.linears import write_linears
+from .step.packed import write_packed_linears
 from .step.shared import write_shared
 from .trace.capture import mutated_inputs
 from .weights.facts import Facts, note_decoded, written_before
@@ -485,6 +486,11 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("shared", lambda s: s.also.extend(write_shared(s.gm.graph)), when=_has_operators),
     Pass("counters", lambda s: s.also.extend(write_counters(s.gm.graph)), when=_has_operators),
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
+    Pass(
+        "step_packed_linears",
+        lambda s: s.also.extend(write_packed_linears(s.gm.graph, s.facts.mutated)),
+        when=lambda s: s.rewritten is not None and not s.options.cpp_wrapper,
+    ),
     Pass("strides", lambda s: allow_any_strides(s.gm), when=lambda s: s.rewritten is not None),
 )
 """All passes over a captured graph, in order."""

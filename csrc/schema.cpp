@@ -49,6 +49,9 @@ STABLE_TORCH_LIBRARY(fp4, m) {
       "Tensor? a_scale=None, Tensor? a_global_scale=None, *, str format, str layout='plain', "
       "str a_format='', ScalarType? out_dtype=None) -> Tensor");
   m.def(
+      "packed_linears(Tensor a, Tensor[] b, Tensor[] b_scale, Tensor?[] b_global_scale, Tensor?[] bias, *, "
+      "str format, str layout='plain', str a_format='none', ScalarType? out_dtype=None) -> Tensor[]");
+  m.def(
       "moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
       "Tensor? w13_global_scale, Tensor w2, Tensor w2_scale, Tensor? w2_global_scale, "
       "Tensor? w13_bias=None, Tensor? w2_bias=None, *, str format, str layout='plain', "

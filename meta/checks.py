@@ -380,6 +380,37 @@ def check_linear(
         check_shape("residual", residual, (*leading(x, -1), weight.shape[0]))
 
 
+def check_packed_linears(
+    a: torch.Tensor, b: int, b_scale: int, b_global_scale: int, bias: int, a_format: str
+) -> None:
+    """Checks what all products share; `check_mm` checks each. The other arguments are lengths of lists."""
+    check_dtype("a", a, FLOATING)
+    check(b >= 1, lambda: "b is empty; it must have 1 or more tensors")
+    check(
+        b_scale == b,
+        lambda: f"b_scale has {b_scale} entries; b has {b}, and they must be equal",
+    )
+    check(
+        b_global_scale == b,
+        lambda: f"b_global_scale has {b_global_scale} entries; b has {b}, and they must be equal",
+    )
+    check(bias == b, lambda: f"bias has {bias} entries; b has {b}, and they must be equal")
+    check(
+        a_format == "none" or a_format == "int8",
+        lambda: f"a_format is '{a_format}'; it must be 'none' or 'int8'",
+    )
+
+
+def check_same_scales(first: torch.Tensor, b_scale: torch.Tensor) -> None:
+    """Checks one of the block scales of `packed_linears` against the first."""
+    check(
+        b_scale.dtype == first.dtype,
+        lambda: (
+            f"b_scale has {dtype_name(b_scale.dtype)} and {dtype_name(first.dtype)}; all must be the same"
+        ),
+    )
+
+
 def check_update_cache(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -97,6 +97,19 @@ def mm(
 
 
 @_fake
+def packed_linears(
+    a, b, b_scale, b_global_scale, bias, *, format, layout="plain", a_format="none", out_dtype=None
+):
+    checks.check_packed_linears(a, len(b), len(b_scale), len(b_global_scale), len(bias), a_format)
+    made = []
+    for weight, scale, factor, added in zip(b, b_scale, b_global_scale, bias):
+        w = checks.check_mm(a, weight, scale, factor, format, layout, None, added, None, "")
+        checks.check_same_scales(b_scale[0], scale)
+        made.append(a.new_empty((a.shape[0], w.n), dtype=operand_checks.resolve_out_dtype(a, out_dtype)))
+    return made
+
+
+@_fake
 def grouped_mm(
     a, b, b_scale, b_global_scale, offs, a_scale=None, bias=None, a_global_scale=None, *,
     format, layout="plain", a_format="", out_dtype=None,

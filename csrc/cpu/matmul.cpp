@@ -1,6 +1,8 @@
 // The matrix products on the CPU. Each checks its arguments, allocates its result, turns the routing into
 // segments and calls gemm.
+#include <algorithm>
 #include <cstring>
+#include <memory>
 
 #include "common/boxed.h"
 #include "cpu/prepack.h"
@@ -29,6 +31,57 @@ Tensor mm(const Tensor& a, const Tensor& b, const Tensor& b_scale, const Optiona
   const ActivationOperand ready(a, a_scale, a_global_scale, a_format, w);
   gemm(ready.view(), weight.view(), rows, out.data_ptr(), dtype_of(dtype));
   return out;
+}
+
+std::vector<Tensor> packed_linears(const Tensor& a, const std::vector<Tensor>& b,
+                                   const std::vector<Tensor>& b_scale,
+                                   const std::vector<OptionalTensor>& b_global_scale,
+                                   const std::vector<OptionalTensor>& bias, const std::string& format,
+                                   const std::string& layout, const std::string& a_format,
+                                   std::optional<ScalarType> out_dtype) {
+  const size_t count = b.size();
+  check_packed_linears(a, int64_t(count), int64_t(b_scale.size()), int64_t(b_global_scale.size()),
+                       int64_t(bias.size()), a_format);
+  const ScalarType dtype = resolve_out_dtype(a, out_dtype);
+  const int64_t m = a.size(0);
+  std::vector<Tensor> made;
+  std::vector<WeightOperand> weights;
+  for (size_t i = 0; i < count; ++i) {
+    const WeightShape w = check_mm(a, b[i], b_scale[i], b_global_scale[i], format, layout, std::nullopt,
+                                   bias[i], std::nullopt, "");
+    check_same_scales(b_scale[0], b_scale[i]);
+    refuse_layout("packed_linears", *w.layout);
+    made.push_back(empty({m, w.n}, dtype));
+    weights.emplace_back(w, b[i], b_scale[i], b_global_scale[i], bias[i]);
+  }
+  if (m == 0) return made;
+  const Tensor values = as_contiguous(a);
+  const Activations ready =
+      quantize_and_prepare(a_format_of(a_format), values.data_ptr(), dtype_of(values.scalar_type()), m,
+                           weights[0].view().k, weights[0].view().scale);
+  const Rows rows{.segments = {{0, 0, m}}, .a_index = {}, .out_index = {}};
+  std::vector<std::unique_ptr<Product>> products;
+  std::vector<Phase> phases{ready.fill}, multiply;
+  Phase all;  // the work of all products, so that threads wait for each other once
+  for (size_t i = 0; i < count; ++i) {
+    products.push_back(
+        std::make_unique<Product>(ready, weights[i].view(), rows, made[i].data_ptr(), dtype_of(dtype)));
+    phases.push_back(products.back()->pack());
+    multiply.push_back(products.back()->multiply());
+    all.count += multiply.back().count;
+    all.grain = multiply.back().grain;  // K is the same for all
+  }
+  all.run = [&](int64_t begin, int64_t end) {
+    int64_t first = 0;
+    for (const Phase& of : multiply) {
+      const int64_t from = std::max(begin, first) - first, to = std::min(end, first + of.count) - first;
+      if (from < to) of.run(from, to);
+      first += of.count;
+    }
+  };
+  phases.push_back(all);
+  run_phases(phases);
+  return made;
 }
 
 Tensor grouped_mm(const Tensor& a, const Tensor& b, const Tensor& b_scale,
@@ -184,6 +237,7 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
   m.impl("mm", FP4_BOX(mm));
+  m.impl("packed_linears", FP4_BOX(packed_linears));
   m.impl("grouped_mm", FP4_BOX(grouped_mm));
   m.impl("grouped_mm_masked", FP4_BOX(grouped_mm_masked));
   m.impl("indexed_mm", FP4_BOX(indexed_mm));

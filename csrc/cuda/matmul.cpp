@@ -159,10 +159,21 @@ Tensor grouped_mm_k(const Tensor& a, const Tensor& b, const Tensor& b_scale,
                   a_global_scale, format, layout, a_format, out_dtype);
 }
 
+std::vector<Tensor> packed_linears(const Tensor& a, const std::vector<Tensor>& b,
+                                   const std::vector<Tensor>& b_scale,
+                                   const std::vector<OptionalTensor>& b_global_scale,
+                                   const std::vector<OptionalTensor>& bias, const std::string& format,
+                                   const std::string& layout, const std::string& a_format,
+                                   std::optional<ScalarType> out_dtype) {
+  return fallback<std::vector<Tensor>>("packed_linears", "it calls mm for each weight", a, b, b_scale,
+                                       b_global_scale, bias, format, layout, a_format, out_dtype);
+}
+
 }  // namespace
 
 FP4_REGISTER(FP4_LIBRARY, FP4_DISPATCH_KEY, m) {
   m.impl("mm", FP4_BOX(mm));
+  m.impl("packed_linears", FP4_BOX(packed_linears));
   m.impl("grouped_mm", FP4_BOX(grouped_mm));
   m.impl("grouped_mm_masked", FP4_BOX(grouped_mm_masked));
   m.impl("indexed_mm", FP4_BOX(indexed_mm));

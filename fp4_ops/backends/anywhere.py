@@ -159,6 +159,19 @@ def linears(
     return [*made, *(y.contiguous() for y in (kept if addend is None else [*kept, x]))]
 
 
+def packed_linears(
+    a, b, b_scale, b_global_scale, bias, *, format, layout="plain", a_format="none", out_dtype=None
+):
+    """Multiplies a by each weight with `mm`. With a_format "int8", a is quantised once."""
+    checks.check_packed_linears(a, len(b), len(b_scale), len(b_global_scale), len(bias), a_format)
+    dtype = operand_checks.resolve_out_dtype(a, out_dtype)
+    rows, scale = torch.ops.fp4.quantize_int8(a) if a_format == "int8" else (a, None)
+    return [
+        torch.ops.fp4.mm(rows, *weight, scale, added, format=format, layout=layout, out_dtype=dtype)
+        for *weight, added in zip(b, b_scale, b_global_scale, bias)
+    ]
+
+
 def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
     """Rotates the heads of q and k, with the operators that a model uses, and writes k and v to a cache. If a
     norm's weight is given, the heads are normed first. Returns q.

@@ -171,6 +171,20 @@ def _moe_ep(rng, device):
     return args, {**kwargs, **spread}
 
 
+def _packed_linears(rng, device):
+    format, layout = rng.choice(list(FORMATS)), "plain"
+    k, dtype = rng.choice((32, 64)), rng.choice(FLOATS)
+    a = torch.randn(rng.randint(0, 3), k, device=device).to(dtype)
+    rows = [rng.choice((1, 16, 24)) for _ in range(rng.randint(1, 3))]
+    packed = [torch.ops.fp4.quantize(torch.randn(n, k, device=device), format) for n in rows]
+    bias = [rng.choice((None, torch.randn(n, device=device).to(dtype))) for n in rows]
+    b, b_scale, factor = map(list, zip(*packed))
+    if format != "nvfp4":
+        factor = [None] * len(rows)
+    how = {"format": format, "layout": layout, "a_format": rng.choice(("none", "int8"))}
+    return (a, b, b_scale, factor, bias), how
+
+
 def _linears(rng, device):
     dtype, k, count = rng.choice(FLOATS), rng.choice((2, 16, 64)), rng.randint(1, 3)
     lead = [rng.randint(0, 4) for _ in range(rng.randint(0, 2))]
@@ -288,6 +302,7 @@ SAMPLES = {
     "moe_slots": _moe_slots,
     "moe_input_grads": _moe_input_grads,
     "linears": _linears,
+    "packed_linears": _packed_linears,
     "attention": _attention,
     "top_experts": _top_experts,
     "update_cache": _update_cache,

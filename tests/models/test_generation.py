@@ -218,8 +218,7 @@ def test_the_compiled_step_is_compiled_once(static, models, ours, fresh_dynamo):
         frames["compiled"] += 1
         return gm
 
-    config = transformers.CompileConfig(backend=backend)
-    config._compile_all_devices = True  # transformers compiles on GPUs only unless told so
+    config = transformers.CompileConfig(backend=backend)  # asks for it, so a step on a CPU is compiled
     options = padded_prompt() if static else {"input_ids": tokens(2, 5)}
     options |= {"do_sample": False, "max_new_tokens": 9, "cache_implementation": "static"}
     model = prepared("mixtral")
@@ -237,7 +236,6 @@ def test_a_static_cache_that_is_used_again_needs_no_new_compilation(ours, fresh_
         return gm
 
     config = transformers.CompileConfig(backend=backend)
-    config._compile_all_devices = True
     model = prepared("qwen3_moe")
     cache = transformers.StaticCache(config=model.config, max_cache_len=20)
     for steps in (4, 9, 4):

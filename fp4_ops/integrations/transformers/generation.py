@@ -4,12 +4,13 @@
 
 `generate` still prepares inputs, cache, logits processors and stopping criteria. Then this loop replaces
 transformers' own and gives the same tokens. A step calls the model and chooses the next token. The model is
-compiled, and captured as one CUDA graph, where `generate` would do so. Masks and positions are updated in
-place instead of being made again for each step.
+compiled, and captured as one CUDA graph, where `generate` would do so, and on a CPU if `compile_config` is
+given. Masks and positions are updated in place instead of being made again for each step.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -160,7 +161,7 @@ class _Decoding:
 
     def run(self) -> Any:
         model, ids, kwargs = self.model, self.prompt, self.kwargs
-        compiles = model._valid_auto_compile_criteria(kwargs, self.config)
+        compiles = self._compiles()
         outputs = model._prefill(ids, self.config, kwargs, is_first_iteration=True)
         cache = outputs.past_key_values
         step: Callable[[Tensor], Any] = (
@@ -207,6 +208,14 @@ class _Decoding:
 
         output: Any = GenerateDecoderOnlyOutput
         return output(sequences=sequences, scores=self.scores, logits=self.logits, past_key_values=cache)
+
+    def _compiles(self) -> bool:
+        """True where `generate` compiles the step, and on a CPU if the arguments have a `compile_config`."""
+        if self.prompt.device.type == "cpu" and self.config.compile_config is not None:
+            self.config = copy.copy(self.config)
+            self.config.compile_config = copy.copy(self.config.compile_config)
+            self.config.compile_config._compile_all_devices = True
+        return self.model._valid_auto_compile_criteria(self.kwargs, self.config)
 
     def _step(self, cache: Any) -> Callable[[Tensor], Any]:
         """Returns the compiled step, as one CUDA graph if the configuration asks for CUDA graphs."""
