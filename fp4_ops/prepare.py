@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .distributed.workspace import MAX_TOKENS
+from .experts.find import check_model
 from .models.expert_slots import check_placement, place_experts
 from .models.outside_experts import KEEP, find_outside
 from .models.pack_experts import pack_experts
@@ -83,6 +84,7 @@ def prepare(
     alone and keep running as before; the report says why. Raises ValueError if nothing could be prepared, or
     if weights are on the meta device or hold NaN or infinity; the model is then unchanged.
     """
+    check_model(model)
     if gpu_memory is not None:
         check_placement(gpu_memory, trainable_inputs, ep_group)
     outside = find_outside(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .experts.find import form_of
+from .experts.find import check_model, form_of
 from .experts.names import HALVES, MATRICES, NUMBERED, WRAPPERS
 from .experts.packed import PackedWeight
 from .meta.dtensors import split_over_processes
@@ -42,6 +42,7 @@ def update(model: nn.Module, name: str, tensor: Tensor) -> None:
     Raises ValueError, naming the weight, if the model has none of that name, or the values do not fit it. The
     weight then keeps its old values.
     """
+    check_model(model)
     if not isinstance(tensor, Tensor):
         raise ValueError(
             f"fp4: update: the new values for {name} are a {type(tensor).__name__}, not a tensor"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -34,6 +35,21 @@ TOO_NARROW = (
     f"4 bits save little of matrices with a side below {SMALLEST_SIDE}. Adapters (LoRA) can be merged into "
     "the weights that they correct"
 )
+
+
+def named(given: object) -> str:
+    """Returns how an error names an argument that should be a model, and may be the name of a folder."""
+    return repr(given) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
+
+
+def check_model(model: object) -> None:
+    """Raises ValueError for what is no model, such as the name of a folder."""
+    if not isinstance(model, nn.Module):
+        raise ValueError(
+            f"fp4: model is {named(model)}; it must be a torch.nn.Module. Load a folder first: "
+            "transformers.AutoModelForCausalLM.from_pretrained(FOLDER), or fp4_ops.load_checkpoint(None, "
+            "FOLDER) for one in 4 bits"
+        )
 
 
 def find_experts(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..experts.find import check_model
 from .experts import MATRICES, Arithmetic, ExpertsModule, computing, experts_modules
 
 
@@ -86,6 +87,7 @@ def calibrate(
     A token is weighted by its squared routing weight, because the error in the layer's output has this
     weight.
     """
+    check_model(model)
     return Calibration(model, tokens, full, batch, max_bytes)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..experts.find import check_model
 from ..meta.formats import FORMATS
 from .calibration import Calibration
 from .experts import MATRICES, stacked_experts
@@ -143,6 +144,7 @@ def error_report(
     Methods that use calibration minimise the error of outputs and so lose SQNR here. Compare those by
     `evaluate`.
     """
+    check_model(model)
     modules, left = stacked_experts(model)
     report = ErrorReport(format, method, left=left)
     for m in modules:

@@ -19,6 +19,7 @@ from ...checkpoints.folder import Folder, check_name
 from ...checkpoints.gguf import GGUF, dense_of, experts_of, find_gguf, gguf_config
 from ...checkpoints.load import check_info
 from ...checkpoints.source import four_bit_weights, storage
+from ...experts.find import named
 from ...models.expert_slots import check_placement, default_device, place_experts
 from .quantizer import METHOD, register_quantizer
 from .shards import any_index
@@ -153,7 +154,12 @@ def _class_and_config(
     own config."""
     if isinstance(given, PreTrainedModel):
         return type(given), copy.deepcopy(given.config)
-    config = copy.deepcopy(given) if given else own()
+    if given is not None and not isinstance(given, PretrainedConfig):
+        raise ValueError(
+            f"fp4: model_or_config is {named(given)}; it must be a config or a model of transformers, or "
+            "None for the folder's config. The folder is the next argument: load_checkpoint(None, FOLDER)"
+        )
+    config = copy.deepcopy(given) if given is not None else own()
     return model_class(config), config
 
 

@@ -53,6 +53,7 @@ from ...models.expert_parallel import connect_model
 from ...models.outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
 from ...models.pack_experts import pack_experts
 from ...models.prepare_report import PrepareReport
+from ...runtime.devices import usable_device
 from . import expert_parallel
 from .on_load import PackOnLoad, check_read, shared_names
 from .save import name_failed_files, state_dict_for_saving
@@ -154,6 +155,8 @@ class FP4HfQuantizer(HfQuantizer):
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         _check_device_map(device_map)
+        if self.quantization_config.device is not None:
+            usable_device(self.quantization_config.device)
         if self.quantization_config.gguf is not None:
             check_target(self.quantization_config.requantize)
         elif self.stored is not None:
