@@ -33,7 +33,8 @@ class _Product:
     @property
     def options(self) -> dict[str, Any]:
         names = {name: self.arguments[name] for name in ("format", "layout")}
-        return {**names, "a_format": "int8", "out_dtype": value(self.node).dtype}
+        out_dtype = self.arguments["out_dtype"] or torch.bfloat16  # fp4::mm's own default for int8 rows
+        return {**names, "a_format": "int8", "out_dtype": out_dtype}
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -80,6 +81,8 @@ def _products(rows: fx.Node) -> list[_Product]:
         read = {name: parts[given] for name, given in a.items() if given in parts}
         if read != {"a": 0, "a_scale": 1} or a["a_format"] or a["a_global_scale"] is not None:
             return []
+        if not is_tensor(_source(a["b_scale"])):
+            return []
     return products if len({p.kind for p in products}) == 1 else []
 
 
@@ -95,3 +98,5 @@ def _write(graph: fx.Graph, rows: fx.Node, products: list[_Product]) -> None:
         y.meta.update(product.node.meta)
         product.node.replace_all_uses_with(y)
         graph.erase_node(product.node)
+    for node in (*rows.users, rows):
+        graph.erase_node(node)

@@ -59,6 +59,7 @@ step_attention: # ms, # -> # nodes
 shared: # ms, # -> # nodes
 counters: # ms, # -> # nodes
 inputs: # ms, # -> # nodes
+step_packed_linears: # ms, # -> # nodes
 strides: # ms, # -> # nodes""",
         )
 
