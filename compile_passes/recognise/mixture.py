@@ -206,7 +206,8 @@ class Matcher(Pieces):
         e: int | None = None,
     ) -> Branch:
         lin = self.linear(core)
-        assert lin is not None
+        if lin is None:  # its matrix is one row: the expert has one output
+            refuse(Kind.NOT_OWN_MATRIX, m.root, core)
         down, down_bias = self._matrix(lin, m.hidden, m.root)
         inner = self._input(lin, m)
         x = inner.x

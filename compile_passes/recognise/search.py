@@ -86,6 +86,8 @@ class Search:
         self._downs: list[fx.Node] = []
         self._earlier: list[int] = []
         """For each down product, the down products that it is computed from, as bits."""
+        self._made: dict[fx.Node, _Down] = {}
+        """Each product that may be a down product, as it was read before any block was found."""
         self._near: dict[fx.Node, int] = {}
         """Bit d: down product d reaches the node through operators that a block may end with."""
         for node in _tokens_that_a_mask_chose(graph):
@@ -171,7 +173,7 @@ class Search:
         at: dict[_Weight, int] = {}
         for d, n in enumerate(self._downs):
             if bits >> d & 1:
-                weight = _weight(self._linear(n).weight)
+                weight = _weight(self._made[n].own.weight)
                 at[weight] = at.get(weight, 0) | 1 << d
         groups: dict[object, int] = {}
         for b in self.matcher.most:
@@ -197,7 +199,7 @@ class Search:
         groups: dict[frozenset[fx.Node], int] = {}
         for d, n in enumerate(self._downs):
             if bits >> d & 1:
-                rows = frozenset(r for up in self._ups(self._linear(n)) for r in _rows_of(up))
+                rows = frozenset(r for up in self._made[n].ups for r in _rows_of(up))
                 groups[rows] = groups.get(rows, 0) | 1 << d
         if len(groups) < 2:
             return None
@@ -269,7 +271,7 @@ class Search:
 
     def _keys(self) -> dict[fx.Node, tuple[object, ...]]:
         """Return, for each down product, the properties that the down products of a block share."""
-        made_of: dict[fx.Node, _Down] = {}
+        made_of = self._made
         for node in self.graph.find_nodes(op="call_function", target=aten.add.Tensor):
             self.reader.value(node, 2)  # reading the value also notes which products continue others
         for node in self.graph.nodes:
@@ -466,18 +468,12 @@ class Search:
 
     def _is_third(self, node: fx.Node) -> bool:
         """Return whether the input of a down product is computed from another down product's output."""
-        downs = {_weight(self._linear(n).weight) for n in self._downs}
-        return any(_weight(up.weight) in downs for up in self._ups(self._linear(node)))
-
-    def _linear(self, node: fx.Node) -> Linear:
-        lin = self.matcher.linear(self.reader.value(node, 2).term)
-        assert lin is not None
-        return lin
+        downs = {_weight(self._made[n].own.weight) for n in self._downs}
+        return any(_weight(up.weight) in downs for up in self._made[node].ups)
 
     def _is_indexed(self, node: fx.Node) -> bool:
         """Return whether a product's weight holds several experts."""
-        lin = self.matcher.linear(self.reader.value(node, 2).term)
-        return lin is not None and _is_indexed(lin)
+        return node in self._made and _is_indexed(self._made[node].own)
 
 
 def _tokens_that_a_mask_chose(graph: fx.Graph) -> set[fx.Node]:
