@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from .dynamo.left_out import (
     breaks_since,
     described,
     expert_parameters,
+    innermost,
     inside,
     known_breaks,
+    matrices_of,
     reason_of,
 )
 from .dynamo.limits import each_compiled, too_often
@@ -86,7 +90,7 @@ def explain(
     report.seen_through = [short_path(place) for place in new[SEEN_THROUGH]]
     new_kept = [kept for place, kept in KEPT.items() if stayed.get(place) is not kept]
     report.hints = too_often(compiled) + (
-        _hints(model, report, new_kept, asks_for_number)
+        _hints(model, report, new_kept, asks_for_number, breaks)
         or _dynamos_hints(failed, breaks)
         or _no_products(model, report)
     )
@@ -114,9 +118,11 @@ _NUMBERS = ("tolist", "item()", "Data dependent operator")
 tensors."""
 
 
-def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number: bool) -> list[str]:
+def _hints(
+    model: Any, report: Report, branches: Sequence[Kept], asks_for_number: bool, breaks: Sequence[Any]
+) -> list[str]:
     """List changes to the model that would bring experts into a graph."""
-    hints = []
+    hints: list[str] = []
     config = getattr(model, "config", None)
     if getattr(config, "_experts_implementation", None) == "eager" and not report.bytes_before:
         others = (getattr(m, "_can_set_experts_implementation", None) for m in model.modules())
@@ -125,6 +131,10 @@ def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number
                 "transformers' eager experts are a loop, which is not recognised in this model: "
                 "model.set_experts_implementation('grouped_mm'), or fp4_ops.prepare(model)"
             )
+    places = [kept.place for kept in branches]
+    places += [f"{f.filename}:{f.lineno}" for b in breaks if (f := innermost(b.user_stack)) is not None]
+    if places and not any(_may_be_of_experts(model, place) for place in places):
+        return hints
     for kept in branches:
         what, instead = ("a loop", "loop over all of them") if kept.is_loop else ("a branch", "drop it")
         hints.append(
@@ -152,6 +162,45 @@ def _hints(model: Any, report: Report, branches: Sequence[Kept], asks_for_number
             "then no number leaves the graph"
         )
     return hints
+
+
+def _may_be_of_experts(model: Any, place: str) -> bool:
+    """Return whether a module whose code has this line ("file:line"), or a module that holds it, may have
+    experts. True if no module's code has the line: any of them may call it."""
+    modules = dict(model.named_modules()) if isinstance(model, torch.nn.Module) else {}
+    have_line = {cls: _has_line(cls, place) for cls in set(map(type, modules.values()))}
+    paths = [path for path, module in modules.items() if have_line[type(module)]]
+    around = {path[:end] for path in paths for end, c in enumerate(path) if c == "."} | {""}
+    below = (m for path in paths for m in modules[path].modules())
+    return not paths or any(map(_may_have_experts, [*below, *(modules[path] for path in around)]))
+
+
+def _may_have_experts(module: torch.nn.Module) -> bool:
+    """Return whether a module has a stack of matrices [E, N, K], two members with the same matrices, or two
+    such matrices."""
+    children = list(module.children())
+    lists = [m for m in children if isinstance(m, _LISTS)]
+    members = [*children, *(m for each in lists for m in each.children())]
+    own = [w for holder in (module, *lists) for w in matrices_of(holder, False, 2, 3)]
+    alike = [[w.shape for w in matrices_of(m, True, 2, 3)] for m in members if m not in lists]
+    alike += [[w.shape] for w in own if w.dim() == 2]
+    stacked = any(w.dim() == 3 and w.shape[0] > 1 for w in own)
+    return stacked or any(n > 1 for n in Counter(str(shapes) for shapes in alike if shapes).values())
+
+
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.ParameterList, torch.nn.ParameterDict)
+
+
+def _has_line(cls: type, place: str) -> bool:
+    """Return whether the code of a class, or of a function inside of it, has this line."""
+    path, _, line = place.rpartition(":")
+    functions = (inspect.unwrap(f) for c in cls.__mro__ for f in vars(c).values() if callable(f))
+    todo = [code for f in functions if isinstance(code := getattr(f, "__code__", None), CodeType)]
+    for code in todo:
+        if code.co_filename == path and any(n == int(line) for *_, n in code.co_lines()):
+            return True
+        todo += [c for c in code.co_consts if isinstance(c, CodeType)]
+    return False
 
 
 def _no_products(model: Any, report: Report) -> list[str]:

@@ -88,7 +88,8 @@ def _lists(name: str, module: nn.Module) -> Iterator[tuple[str, list[nn.Module]]
             yield f"{name}.{child}" if name else child, each
 
 
-def _matrices(module: nn.Module, recurse: bool, *dims: int) -> list[nn.Parameter]:
+def matrices_of(module: nn.Module, recurse: bool, *dims: int) -> list[nn.Parameter]:
+    """Return the floating parameters of a module that have one of these numbers of dimensions."""
     return [
         p
         for p in module.parameters(recurse=recurse)
@@ -110,7 +111,7 @@ def _undone(weights: Sequence[nn.Parameter]) -> bool:
 
 
 def _stacked(module: nn.Module) -> list[nn.Parameter]:
-    weights = _matrices(module, False, 3)
+    weights = matrices_of(module, False, 3)
     same = [w for w in weights if w.shape[0] == weights[0].shape[0] > 1]
     return same if len(same) > 1 and _undone(same) else []
 
@@ -122,13 +123,13 @@ def _called_experts(module: nn.Module) -> list[nn.Parameter]:
     """
     own = {n: p for n, p in module.named_parameters(recurse=False) if not _NAMED_ROUTER.search(n)}
     names = {id(p) for n, p in own.items() if _EXPERTS.search(n) and not _SHARED.search(n)}
-    return [w for w in _matrices(module, False, 3) if id(w) in names and w.shape[0] > 1]
+    return [w for w in matrices_of(module, False, 3) if id(w) in names and w.shape[0] > 1]
 
 
 def _of_each(experts: list[nn.Module], named: bool) -> list[nn.Parameter]:
     """Return the matrices of each expert. named: they are called experts, so they may have any number of
     layers or convolutions."""
-    own = [_matrices(e, True, *((2, 3, 4, 5) if named else (2,))) for e in experts]
+    own = [matrices_of(e, True, *((2, 3, 4, 5) if named else (2,))) for e in experts]
     shapes = {tuple(tuple(w.shape) for w in weights) for weights in own}
     alike = len(own) > 1 and len(shapes) == 1 and len({type(e) for e in experts}) == 1
     ffn = alike and 2 <= len(own[0]) <= 4 and _undone(own[0])
@@ -300,7 +301,7 @@ def _told_apart(model: nn.Module) -> str | None:
     that has all of them. Nothing leads from an expert to that module, so all of Python's objects are
     searched, but rarely: when the 2nd, 4th, 8th, ... module of one class and size is compiled.
     """
-    own = _matrices(model, True, 2)
+    own = matrices_of(model, True, 2)
     if not 2 <= len(own) <= 4 or not _undone(own):
         return None
     kind = (type(model), *(tuple(w.shape) for w in own))

@@ -8,8 +8,10 @@ import re
 
 import pytest
 import torch
+from conftest import more
 from moe_models import Block, Recorder, build, tokens
 from moe_styles import STYLES, ListStyle, StackedStyle
+from torch import nn
 
 import fp4_ops
 from fp4_ops.compile_passes import advice
@@ -389,3 +391,106 @@ def test_a_sparse_dispatcher_is_told_its_line_and_what_to_write():
     assert any("sizes = (gates > 0).sum(0).tolist()" in reason for reason in report.graph_breaks)
     (hint,) = report.hints
     assert "takes numbers out of tensors" in hint and "torch.where(ids == e)" in hint
+
+
+class Groups(nn.Module):
+    """The mean of each group of rows. How many groups there are depends on the data."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def ffn(self, e, x):
+        return self.down(self.up(x).relu())
+
+    def forward(self, x, ids):
+        return torch.stack([self.ffn(int(e), x[ids == e]).mean(0) for e in ids.unique()])
+
+
+class GroupsInLayers(nn.Module):
+    """Equal layers of a module beside the loop are no experts of the loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+        self.groups = Groups()
+
+    def forward(self, x, ids):
+        return self.groups(self.encoder(x), ids)
+
+
+class GroupsOfList(Groups):
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(32, 48) for _ in range(3))
+
+    def ffn(self, e, x):
+        return self.down(self.ups[e](x).relu())
+
+
+class GroupsOfAttributes(Groups):
+    """Experts with five matrices each, as attributes."""
+
+    def __init__(self):
+        super().__init__()
+        for e in range(3):
+            layers = [nn.Linear(32, 48), *(nn.Linear(48, 48) for _ in range(3)), nn.Linear(48, 32)]
+            setattr(self, f"ffn{e}", nn.Sequential(*layers))
+
+    def ffn(self, e, x):
+        return getattr(self, f"ffn{e}")(x)
+
+
+class GroupsOfParameters(Groups):
+    def __init__(self):
+        super().__init__()
+        self.ups = nn.ParameterList(torch.randn(48, 32) for _ in range(3))
+
+    def ffn(self, e, x):
+        return self.down((x @ self.ups[e].T).relu())
+
+
+class Dispatcher(nn.Module):
+    """The loop is in a module that gets the experts from the one around it."""
+
+    def forward(self, x, ids, layers):
+        return torch.stack([layers[int(e)](x[ids == e]).mean(0) for e in ids.unique()])
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dispatcher = Dispatcher()
+        self.layers = nn.ModuleList(nn.Linear(32, 48) for _ in range(3))
+
+    def forward(self, x, ids):
+        return self.dispatcher(x, ids, self.layers)
+
+
+def of_function(module, x, ids):
+    return torch.stack([module(x[ids == e]).mean(0) for e in ids.unique()])
+
+
+class ByFunction(nn.Module):
+    """The loop is in a function that belongs to no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 48)
+
+    def forward(self, x, ids):
+        return of_function(self.layer, x, ids)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Groups, GroupsInLayers, GroupsOfList, GroupsOfAttributes,
+        *map(more, (GroupsOfParameters, Around, ByFunction)),
+    ],
+)  # fmt: skip
+def test_only_modules_that_may_hold_experts_get_hints_about_them(kind):
+    report = fp4_ops.explain(kind(), torch.randn(12, 32), torch.arange(12) % 3)
+    assert not report.sites and report.graph_breaks
+    told = any("expert" in hint for hint in report.hints)
+    assert told == (kind not in (Groups, GroupsInLayers)), report.hints
