@@ -3,7 +3,8 @@
 Heads, ensembles and codebooks also have products with one matrix for each slice, y[e] = a[e] W[e]. Such a
 product counts as an expert's if one of these holds:
 
-- dispatch: the rows of a[e] were chosen or scaled for e by what a router computed;
+- dispatch: the rows of a[e] were chosen or scaled for e by what a router computed. The probabilities of an
+  attention over the rows are none, even if a topk cut them;
 - combination: the sum over e weights y[e] by a router's scores, or ids choose the rows of y;
 - ids or offsets that are computed from the model's inputs choose the matrices;
 - the weight's path has "expert" in it, or the model holds the weight in 4 bits.
@@ -31,7 +32,6 @@ from ..graph.nodes import (
     aten,
     behind,
     has_chosen_rows,
-    integer,
     is_grouped_mm,
     is_op,
     is_pointwise,
@@ -51,6 +51,7 @@ from ..naming import input_name
 from ..weights.facts import Facts
 from .block import UP, Mixture
 from .pieces import E
+from .probabilities import SOFTMAX, attends
 from .products import Batched
 
 NAME = re.compile(r"expert", re.IGNORECASE)
@@ -60,8 +61,7 @@ _CHOICES = (
     aten.topk, aten.argmax, aten.argmin, aten.sort, aten.argsort, aten.histc, aten.bincount, aten.nonzero,
     aten.multinomial, aten.kthvalue,
 )  # fmt: skip
-_SOFTMAX = (aten._softmax, aten.softmax)
-_SOFT = (*_SOFTMAX, aten.sigmoid, aten.relu, aten.softplus)
+_SOFT = (*SOFTMAX, aten.sigmoid, aten.relu, aten.softplus)
 _POSITIVE = (aten.relu, aten.softplus)
 """Names the operators of `_SOFT` that do not limit scores from above."""
 _ATTENTION = (
@@ -141,13 +141,13 @@ class Evidence:
         hard = _chooses(node) or not self._hard.isdisjoint(inputs)
         if hard and self._is_picked(node):
             return
-        if hard and not is_op(node, *_SOFTMAX):
+        if hard and not is_op(node, *SOFTMAX):
             self._hard.add(node)
         made_of = self._made_of(node)
         hard = hard and is_tensor(node)  # values of a topk are scores only if it chose among scores
         if hard or is_op(node, *_SOFT) or self._soft.issuperset(made_of or [node]):
             self._soft.add(node)
-        if hard or is_op(node, *_SOFTMAX) or self._gates.issuperset(made_of or [node]):
+        if hard or is_op(node, *SOFTMAX) or self._gates.issuperset(made_of or [node]):
             self._gates.add(node)
         if node in self._soft or not self._weighted.isdisjoint(inputs):
             self._weighted.add(node)
@@ -387,7 +387,7 @@ class Evidence:
         factors = flatten(t, Mul)
         apart = any(free_axes(f) & e and free_axes(f) & k for f in factors)
         for f in factors:
-            if self._tells(f, e, k):
+            if self._tells(f, e, k) and not attends(f, e, set(summed)):
                 nodes = _whose_values(f)
                 if any(n in self._hard for n in nodes):
                     return True
@@ -468,21 +468,11 @@ class Evidence:
                     if not soft or not self._tells(f, e, columns) or all(map(carrier.makes, soft)):
                         continue
                     gates = scores is self._gates
-                    if _attends(f, e, None if gates else set(t.axes)):
+                    if attends(f, e, None if gates else set(t.axes)):
                         continue
                     if not gates or free_axes(f) <= e | out:
                         return True
         return False
-
-
-def _attends(weight: Term, e: set[Axis], summed: set[Axis] | None) -> bool:
-    """Return whether weights are a softmax over what else is summed, not over the experts: attention, whose
-    heads are added up. If `summed` is None, over anything but the experts."""
-    ref = weight if isinstance(weight, Ref) else getattr(weight, "ref", None)
-    if ref is None or not is_op(ref.node, *_SOFTMAX):
-        return False
-    along = free_axes(ref.index[integer(ref.node, 1)])
-    return not along & e and (summed is None or bool(along & summed))
 
 
 def _whose_values(factor: Term) -> list[fx.Node]:
@@ -513,7 +503,7 @@ def _passes_on(node: fx.Node) -> bool:
 def _decides(node: fx.Node) -> bool:
     if is_op(node, aten.max, aten.min):
         return len(node.args) > 1
-    return is_op(node, *_CHOICES, *_SOFTMAX, aten._log_softmax, aten.log_softmax)
+    return is_op(node, *_CHOICES, *SOFTMAX, aten._log_softmax, aten.log_softmax)
 
 
 def _indices(node: fx.Node) -> list[fx.Node]:

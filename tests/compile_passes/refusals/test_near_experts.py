@@ -91,7 +91,38 @@ class ExcitedFields(Fields):
         return rows * self.excite(self.squeeze(rows.mean(-1)).relu()).relu()[..., None]
 
 
-NONE = (MaxPooled, MixedRouters, Fields, *map(more, (Codebook, OverTokens, ExcitedFields)))
+class CutAttention(nn.Module):
+    """Attention over latents that keeps the largest probabilities. Each head has a matrix (MLA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(H, E * H), matrices(E, H, N)
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (E, H)).transpose(1, 2)
+        p = torch.einsum("beth,bsh->bets", q, x).softmax(-1)
+        values, ids = p.topk(3, -1)
+        p = torch.zeros_like(p).scatter(-1, ids, values)
+        return p / p.sum(-1, keepdim=True)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        rows = torch.einsum("bets,bsh->beth", self.probabilities(x), x)
+        return torch.einsum("beth,ehn->bten", rows, self.v)
+
+
+class MaskedAttention(CutAttention):
+    """The same by a mask."""
+
+    def probabilities(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (E, H)).transpose(1, 2)
+        p = torch.einsum("beth,bsh->bets", q, x).softmax(-1)
+        return p * (p >= p.topk(3, -1).values[..., -1:])
+
+
+NONE = (
+    MaxPooled, MixedRouters, Fields, CutAttention,
+    *map(more, (Codebook, OverTokens, ExcitedFields, MaskedAttention)),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", NONE)
@@ -103,7 +134,7 @@ def test_what_is_no_expert_keeps_its_weights(kind):
         inputs = torch.randn(n, 7, H), torch.randint(-1 if kind is Fields else 0, 100, (n, E))
         got, want = run(*inputs), module(*inputs)
         assert torch.equal(got[1], want[1]) if isinstance(got, tuple) else relative_error(got, want) < 1e-5
-    assert not recorder.ops
+    assert not recorder.sites
 
 
 class PartShared(nn.Module):
@@ -171,3 +202,34 @@ def test_gated_products_that_cannot_be_packed_have_a_reason():
     assert relative_error(torch.compile(module, backend=recorder, fullgraph=True)(x), module(x)) < 1e-5
     assert not recorder.ops
     assert [s.reason for f in recorder.frames for s in (*f.sites, *f.unrouted)]
+
+
+class ChosenHeads(CutAttention):
+    """Experts that are heads: a topk of scores over them chooses the heads whose rows count."""
+
+    def __init__(self, by_tokens: bool) -> None:
+        super().__init__()
+        self.by_tokens, self.router = by_tokens, nn.Linear(H, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.router(x).softmax(1 if self.by_tokens else -1)
+        values, ids = scores.topk(2, 1 if self.by_tokens else -1)
+        if self.by_tokens:  # each expert chooses tokens
+            put = F.one_hot(ids, x.shape[1]).to(x.dtype)
+            rows = torch.einsum("bcet,bth->bech", put, x)
+            y = torch.einsum("bech,ehn->becn", rows, self.v) * values.transpose(1, 2)[..., None]
+            return torch.einsum("bcet,becn->btn", put, y)
+        scores = torch.zeros_like(scores).scatter(-1, ids, values)
+        weights = self.probabilities(x) * scores.transpose(1, 2)[..., None]
+        return torch.einsum("beth,ehn->bten", torch.einsum("bets,bsh->beth", weights, x), self.v)
+
+
+@pytest.mark.parametrize("by_tokens", [False, True])
+@torch.no_grad()
+def test_a_topk_over_experts_or_by_them_is_a_routers(by_tokens):
+    module, recorder = ChosenHeads(by_tokens), Recorder(activation="bf16")
+    x = torch.randn(2, 7, H)
+    got = torch.compile(module, backend=recorder, fullgraph=True)(x)
+    assert recorder.ops
+    module.v.data = fake_quantised(module.v, "nvfp4", transposed=True)
+    assert relative_error(got.double(), module.double()(x.double())) < 1e-5
