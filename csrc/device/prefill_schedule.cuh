@@ -178,8 +178,10 @@ class TileWalk {
     while (part + 1 + helpers < shares.parts && shares.begin(part + 1 + helpers) < tile_end) ++helpers;
   }
 
-  // Sets the tile that next() takes instead of the block's own. It must lie after the last one taken.
+  // Sets the tile that next() takes instead of the block's own. It must lie after the last one taken, or
+  // restart() was called.
   __device__ void go_to(int index) { index_ = index; }
+  __device__ void restart() { chunk_ = -kWarp, chunk_end_ = row_ = count_ = 0; }
 
   // For use after go_to() and a next() that found no tile: whether go_to()'s index was `distance` behind the
   // last tile.

@@ -1,6 +1,7 @@
 // Host side that products of FP4 rows by FP4 weights have in common (csrc/sm100, csrc/sm120).
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 
 #include "prefill_host.cuh"
@@ -22,13 +23,17 @@ inline bool is_valid(const ScaledProduct& a, int part, int scale_bytes, int cand
 }
 
 // Returns the number of the candidate that the caller wants, or of the one with the fewest tokens that hold a
-// group of the expected size. Candidates are in falling order of their tokens. Nothing was measured.
-template <class Candidate, size_t kCount>
-int choose(const Candidate (&candidates)[kCount], const ScaledProduct& a) {
+// group of the expected size; of those with as many, the last. `suits` says which candidates it may be. The
+// first one always is, and has the most tokens. Nothing was measured.
+template <class Candidate, size_t kCount, class Suits>
+int choose(const Candidate (&candidates)[kCount], const ScaledProduct& a, const Suits& suits) {
   if (a.config >= 0) return a.config;
-  const int rows = ExpectedRows(a.mode, a.groups, a.m).many();
-  int found = kCount - 1;
-  while (found > 0 && candidates[found].tokens < rows) --found;
+  const int rows = std::min(ExpectedRows(a.mode, a.groups, a.m).many(), candidates[0].tokens);
+  int found = 0;
+  for (int i = 1; i < static_cast<int>(kCount); ++i) {
+    const int tokens = candidates[i].tokens;
+    if (tokens >= rows && tokens <= candidates[found].tokens && suits(candidates[i])) found = i;
+  }
   return found;
 }
 

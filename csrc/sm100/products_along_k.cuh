@@ -20,35 +20,25 @@ struct ProductTile : Tile {
   int k_copied;        // where its steps begin
 };
 
+__device__ __forceinline__ int end_along_k(const Problem& problem, int group) {
+  return max(0, min(__ldg(problem.k_ends + group), problem.k));
+}
+
+// Finds the rest of a tile that the walk found.
 template <class Config>
-class ProductWalk {
- public:
-  __device__ __forceinline__ explicit ProductWalk(const Problem& problem)
-      : problem_(problem), walk_(problem.tiling) {}
-
-  __device__ __forceinline__ bool next(ProductTile& tile) {
-    if (!walk_.next(tile)) return false;
-    tile.x_row = tile.row, tile.weights = tile.group, tile.k_begin = tile.k_copied = 0;
-    tile.k_end = problem_.k;
-    if constexpr (Config::AlongK) {
-      // All groups have the same rows and the same weights.
-      tile.x_row -= tile.group * problem_.m, tile.weights = 0;
-      tile.k_begin = tile.group == 0 ? 0 : end_of(tile.group - 1) / Config::ScaleBlock * Config::ScaleBlock;
-      tile.k_end = ceil_div(end_of(tile.group), Config::ScaleBlock) * Config::ScaleBlock;
-      tile.k_copied = tile.k_begin / kBoxK * kBoxK;
-      tile.steps = tile.k_end > tile.k_begin ? ceil_div(tile.k_end - tile.k_copied, Config::Step) : 0;
-    }
-    return true;
+__device__ __forceinline__ void place(const Problem& problem, ProductTile& tile) {
+  tile.x_row = tile.row, tile.weights = tile.group, tile.k_begin = tile.k_copied = 0;
+  tile.k_end = problem.k;
+  if constexpr (Config::AlongK) {
+    // All groups have the same rows and the same weights.
+    tile.x_row -= tile.group * problem.m, tile.weights = 0;
+    const int begin = tile.group == 0 ? 0 : end_along_k(problem, tile.group - 1);
+    tile.k_begin = begin / Config::ScaleBlock * Config::ScaleBlock;
+    tile.k_end = ceil_div(end_along_k(problem, tile.group), Config::ScaleBlock) * Config::ScaleBlock;
+    tile.k_copied = tile.k_begin / kBoxK * kBoxK;
+    tile.steps = tile.k_end > tile.k_begin ? ceil_div(tile.k_end - tile.k_copied, Config::Step) : 0;
   }
-
- private:
-  __device__ __forceinline__ int end_of(int group) const {
-    return max(0, min(__ldg(problem_.k_ends + group), problem_.k));
-  }
-
-  const Problem& problem_;
-  TileWalk<typename Config::Widths, Config::Ctas> walk_;
-};
+}
 
 // Tensor cores read ue4m3, without a sign. A scale that has one becomes NaN. ue8m0 has no sign.
 template <class Config>

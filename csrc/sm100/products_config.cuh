@@ -22,6 +22,7 @@ constexpr int kBlockBytes = 512;  // scales of 128 rows, four of each
 constexpr int kBlockColumns = 4;  // columns of tensor memory for these scales
 constexpr int kColumns = 512;     // of tensor memory: all that there are
 constexpr int kBuffers = 2;       // of sums
+constexpr int kResponses = 4;     // of cluster launch control that a block holds
 constexpr int kMostShared = 232448;
 
 // Warps: one copies, one starts the products, two arrange scales of X, four store results.
@@ -43,11 +44,11 @@ enum class Kind { kMxfp4, kNvfp4, kFp8 };
 
 // AlongK: groups lie along K. Ctas: the thread blocks that share a tile, one or two. Two are a cluster. Each
 // has 128 weight rows, and half of the tokens in shared memory. MaxTokens: of a tile. Stages: the steps that
-// fit in shared memory.
-template <Kind kKind, bool kAlongK, int Ctas_, int MaxTokens_, int Stages_, class Widths_>
+// fit in shared memory. Clc: cluster launch control hands out the tiles.
+template <Kind kKind, bool kAlongK, int Ctas_, int MaxTokens_, int Stages_, class Widths_, bool kClc = false>
 struct ProductConfig {
   using Widths = Widths_;
-  static constexpr bool AlongK = kAlongK;
+  static constexpr bool AlongK = kAlongK, Clc = kClc;
   static constexpr Kind Formats = kKind;
   static constexpr bool Nvfp4 = kKind == Kind::kNvfp4, Fp8 = kKind == Kind::kFp8;
   static constexpr int ScaleBlock = Nvfp4 ? 16 : 32;
@@ -72,9 +73,22 @@ struct alignas(1024) SharedStorage {
   uint8_t x[Config::Stages][Config::MaxTokens / Config::Ctas * kRowBytes];
   uint8_t scales[Config::Stages][Config::StepBlocks * kBlockBytes];
   uint8_t x_scales[Config::Stages][Config::Blocks * Config::StepBlocks * kBlockBytes];
+  uint4 responses[kResponses];
+  uint64_t responses_full[kResponses], responses_empty[kResponses];
   uint64_t full[Config::Stages], empty[Config::Stages];
   uint64_t sums_full[kBuffers], sums_empty[kBuffers];
   uint32_t columns;  // the address of the tensor memory
+};
+
+// A place in a ring of `kSize`, and which time it is used: 0 or 1 in turn.
+template <int kSize>
+struct Ring {
+  int index = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++index == kSize) index = 0, parity ^= 1;
+  }
 };
 
 // ---- words for the tensor cores (PTX ISA: "Shared memory descriptor", "Instruction descriptor") ----

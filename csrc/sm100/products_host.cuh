@@ -15,11 +15,32 @@ namespace fp4::sm100 {
 
 struct Candidate {
   const char* name;
-  int tokens;
+  int tokens, ctas;
+  bool clc;
   int (*launch)(const Maps&, const Problem&, int multiprocessors, cudaStream_t);
 };
 
-// A block for each multiprocessor, or a pair for two.
+// Returns how many token tiles all groups have, or more: only the GPU knows the groups. A group has as few
+// tiles as possible, or with three tiles and more perhaps one more (WidthList::cut).
+inline int most_token_tiles(const ScaledProduct& a, int tokens) {
+  if (a.mode != RowMode::kContiguous) return a.groups * (ceil_div(a.m, tokens) + (a.m > 2 * tokens));
+  const int filled = std::min(a.groups, a.m);
+  return filled + (a.m - filled) / tokens + a.m / (2 * tokens);
+}
+
+inline int weight_tiles(const ScaledProduct& a, int ctas) { return ceil_div(a.n, ctas * kRows); }
+
+// Returns whether cluster launch control may pay. A launch then has a cluster for each tile, and one that is
+// ready takes the next tile. So it pays where tiles take unequal times and each cluster has several: with
+// groups of rows, whose tiles have 16 tokens and more, and with groups along K, which have any number of
+// steps. The tiles of a dense product take equal times, and then a fixed distance costs nothing. Masked
+// groups may have far fewer tiles than their most rows would fill, and each of the others costs a request.
+inline bool clc_pays(const ScaledProduct& a, int tokens, int ctas, int multiprocessors) {
+  const bool unequal = a.groups > 1 && (a.mode == RowMode::kContiguous || a.k_ends != nullptr);
+  return unequal && most_token_tiles(a, tokens) * weight_tiles(a, ctas) >= 2 * (multiprocessors / ctas);
+}
+
+// A block for each multiprocessor, or a pair for two; with cluster launch control one of these for each tile.
 template <class Config>
 int launch(const Maps& maps, const Problem& all, int multiprocessors, cudaStream_t stream) {
   constexpr size_t kBytes = sizeof(SharedStorage<Config>);
@@ -28,23 +49,33 @@ int launch(const Maps& maps, const Problem& all, int multiprocessors, cudaStream
   static std::atomic<uint64_t> allowed;
   if (const cudaError_t error = allow_shared(kernel, kBytes, allowed); error != cudaSuccess) return error;
   Problem problem = all;
-  problem.tiling.columns = ceil_div(all.n, Config::Ctas * kRows);
-  const int clusters = std::max(1, multiprocessors / Config::Ctas);
+  problem.tiling.columns = weight_tiles(all, Config::Ctas);
+  const int clusters = Config::Clc ? most_token_tiles(all, Config::MaxTokens) * problem.tiling.columns
+                                   : std::max(1, multiprocessors / Config::Ctas);
   const LaunchShape shape = {dim3(clusters * Config::Ctas), dim3(kThreads), kBytes, Config::Ctas};
   return launch_kernel(kernel, shape, false, stream, maps, problem);
 }
 
-// ProductConfig<formats, groups along K, thread blocks, tokens, stages, widths>, in falling order of their
-// tokens. Each fills the shared memory of a multiprocessor. Of the widths, only how a group is cut depends:
-// products have as many tokens as a tile.
+template <class Config>
+constexpr Candidate candidate(const char* name) {
+  return {name, Config::MaxTokens, Config::Ctas, Config::Clc, launch<Config>};
+}
+
+using Widths224 = WidthList<224, 208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>;
+using Widths128 = WidthList<128, 112, 96, 80, 64, 48, 32, 16>;
+
+// ProductConfig<formats, groups along K, thread blocks, tokens, stages, widths, cluster launch control>. Each
+// fills the shared memory of a multiprocessor. Of the widths, only how a group is cut depends: products have
+// as many tokens as a tile. Tiles of at most 32 tokens take equal times, so one of these is enough.
 template <Kind kKind, bool kAlongK = false>
 constexpr Candidate kCandidates[] = {
-    {"rows 256, tokens 224, stages 6", 224,
-     launch<ProductConfig<kKind, kAlongK, 2, 224, 6,
-                          WidthList<224, 208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16>>>},
-    {"rows 256, tokens 128, stages 8", 128,
-     launch<ProductConfig<kKind, kAlongK, 2, 128, 8, WidthList<128, 112, 96, 80, 64, 48, 32, 16>>>},
-    {"rows 128, tokens 32, stages 9", 32, launch<ProductConfig<kKind, kAlongK, 1, 32, 9, WidthList<32, 16>>>},
+    candidate<ProductConfig<kKind, kAlongK, 2, 224, 6, Widths224>>("rows 256, tokens 224, stages 6"),
+    candidate<ProductConfig<kKind, kAlongK, 2, 128, 8, Widths128>>("rows 256, tokens 128, stages 8"),
+    candidate<ProductConfig<kKind, kAlongK, 1, 32, 9, WidthList<32, 16>>>("rows 128, tokens 32, stages 9"),
+    candidate<ProductConfig<kKind, kAlongK, 2, 224, 6, Widths224, true>>(
+        "rows 256, tokens 224, stages 6, cluster launch control"),
+    candidate<ProductConfig<kKind, kAlongK, 2, 128, 8, Widths128, true>>(
+        "rows 256, tokens 128, stages 8, cluster launch control"),
 };
 constexpr int kCandidateCount = std::size(kCandidates<Kind::kNvfp4>);
 
@@ -98,7 +129,9 @@ inline int run(const ScaledProduct& a) {
     return kBadArgument;
   const Problem problem = {a,
                            {{a.mode, a.group_rows, a.groups, a.m}, 0, ceil_div(a.k, a.x_fp8 ? 128 : 256), 0}};
-  const int number = choose(kCandidates<Kind::kNvfp4>, a);
+  const int number = choose(kCandidates<Kind::kNvfp4>, a, [&](const Candidate& one) {
+    return !one.clc || clc_pays(a, one.tokens, one.ctas, gpu.multiprocessors);
+  });
   const Candidate& chosen = along_k && a.nvfp4 ? kCandidates<Kind::kNvfp4, true>[number]
                             : along_k          ? kCandidates<Kind::kMxfp4, true>[number]
                             : a.nvfp4          ? kCandidates<Kind::kNvfp4>[number]

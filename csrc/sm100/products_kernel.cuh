@@ -18,9 +18,7 @@
 
 #include "../device/product.cuh"
 #include "../sm90/ptx_sm90.cuh"
-#include "products_along_k.cuh"
-#include "products_config.cuh"
-#include "ptx_sm100.cuh"
+#include "products_walk.cuh"
 
 namespace fp4::sm100 {
 
@@ -31,17 +29,6 @@ using sm90::cluster_rank;
 using sm90::cluster_sync;
 using sm90::elect_lane;
 using sm90::fence_async_proxy;
-
-// A place in a ring of `kSize`, and which time it is used: 0 or 1 in turn.
-template <int kSize>
-struct Ring {
-  int index = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void next() {
-    if (++index == kSize) index = 0, parity ^= 1;
-  }
-};
 
 template <class Config>
 class ProductBlock {
@@ -84,6 +71,11 @@ class ProductBlock {
     for (int i = 0; i < kBuffers; ++i) {
       barrier_init(smem_address(&shared_.sums_full[i]), 1);
       barrier_init(smem_address(&shared_.sums_empty[i]), kCtas * kStoreThreads);
+    }
+    for (int i = 0; Config::Clc && i < kResponses; ++i) {
+      barrier_init(smem_address(&shared_.responses_full[i]), 1);
+      // All threads read a response but those of block 1 that start no products.
+      barrier_init(smem_address(&shared_.responses_empty[i]), kCtas * kThreads - (kCtas - 1) * kWarp);
     }
     barrier_init_fence();
   }
@@ -129,7 +121,7 @@ class ProductBlock {
   // on might find that two phases have passed, and wait for ever.
   __device__ __forceinline__ void copy() {
     const bool leads = elect_lane();
-    Walk walk(problem_);
+    Walk walk(problem_, shared_, rank_ == 0);
     ProductTile tile;
     Ring<Config::Stages> ring;
     while (walk.next(tile)) {
@@ -264,7 +256,7 @@ class ProductBlock {
   // Arranges the scales of every other step. Those of the next such step load meanwhile. Each block of a pair
   // needs the scales of all tokens, and arranges them.
   __device__ __forceinline__ void arrange_scales(int own) {
-    Walk walk(problem_);
+    Walk walk(problem_, shared_, false);
     ProductTile tile;
     Ring<Config::Stages> ring;
     int turn = 0;
@@ -288,7 +280,7 @@ class ProductBlock {
   // As in copy(), one thread waits and starts the products.
   __device__ __forceinline__ void multiply(uint32_t columns) {
     const bool leads = elect_lane();
-    Walk walk(problem_);
+    Walk walk(problem_, shared_, false);
     ProductTile tile;
     Ring<Config::Stages> ring;
     Ring<kBuffers> buffer;
@@ -343,10 +335,11 @@ class ProductBlock {
   // A thread has one weight row, and tokens one after the other.
   __device__ __forceinline__ void store(uint32_t columns) {
     const int quarter = threadIdx.x / kWarp % 4;
-    Walk walk(problem_);
+    Walk walk(problem_, shared_, false);
     ProductTile tile;
     Ring<kBuffers> buffer;
     for (; walk.next(tile); buffer.next()) {
+      if (Config::Clc) zero_share(walk.id());
       const int column = weight_tile(tile) * kRows + quarter * kWarp + threadIdx.x % kWarp;
       const bool exists = column < problem_.n;
       const float global =
@@ -380,9 +373,14 @@ class ProductBlock {
       tensor_fence_before();
       arrive(shared_.sums_empty[buffer.index]);
     }
+    if (!Config::Clc) zero_share(blockIdx.x / kCtas);
+  }
+
+  // Zeroes the share that a cluster of the launch has of the rows of no group.
+  __device__ __forceinline__ void zero_share(int cluster) const {
     const int vectors = problem_.n * (problem_.out_type == DType::kFloat32 ? 4 : 2) / 16;
     zero_unused_rows(problem_.tiling.rows, static_cast<uint4*>(problem_.out), vectors,
-                     blockIdx.x * kStoreThreads + threadIdx.x - kStoreWarp * kWarp,
+                     (cluster * kCtas + rank_) * kStoreThreads + threadIdx.x - kStoreWarp * kWarp,
                      gridDim.x * kStoreThreads);
   }
 

@@ -42,6 +42,45 @@ __device__ __forceinline__ void store_shared_16(uint32_t smem, const uint4& v) {
                : "memory");
 }
 
+// ---- cluster launch control ----
+
+// Arrives at the same barrier of the cluster's block `rank`, which then also expects bytes.
+__device__ __forceinline__ void barrier_expect_bytes_remote(uint32_t barrier, uint32_t rank, uint32_t bytes) {
+  asm volatile(
+      "{\n.reg .b32 remote;\n"
+      "mapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.expect_tx.shared::cluster.b64 _, [remote], %2;\n}\n" ::"r"(barrier),
+      "r"(rank), "r"(bytes)
+      : "memory");
+}
+
+// Cancels the start of a cluster of this launch that has not started, if there is one. The response is
+// written to `smem` in each block of the cluster, where the same barrier counts its 16 bytes.
+__device__ __forceinline__ void try_cancel(uint32_t smem, uint32_t barrier) {
+  asm volatile(
+      "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.multicast::cluster::all"
+      ".b128 [%0], [%1];" ::"r"(smem),
+      "r"(barrier)
+      : "memory");
+}
+
+// Returns whether a response in this block's shared memory says that a cluster was cancelled, and the index
+// of that cluster's first block.
+__device__ __forceinline__ bool query_cancel(uint32_t smem, uint32_t& first_block) {
+  uint32_t cancelled;
+  asm volatile(
+      "{\n.reg .pred cancelled;\n.reg .b128 response;\n"
+      "ld.shared.b128 response, [%2];\n"
+      "clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 cancelled, response;\n"
+      "selp.u32 %0, 1, 0, cancelled;\n"
+      "mov.b32 %1, 0;\n"
+      "@cancelled clusterlaunchcontrol.query_cancel.get_first_ctaid::x.b32.b128 %1, response;\n}\n"
+      : "=r"(cancelled), "=r"(first_block)
+      : "r"(smem)
+      : "memory");
+  return cancelled;
+}
+
 // ---- tensor memory ----
 
 // Allocates columns for the block and writes the first one's address to shared memory. A whole warp calls it,

@@ -52,7 +52,7 @@ inline int run(const ScaledArguments& a) {
   CurrentGpu gpu;
   if (const cudaError_t error = current_gpu(gpu); error != cudaSuccess) return error;
   if (gpu.major != 12) return cudaErrorNoKernelImageForDevice;
-  const int number = choose(kCandidates<true>, a);
+  const int number = choose(kCandidates<true>, a, [](const Candidate&) { return true; });
   const Candidate& chosen = a.nvfp4 ? kCandidates<true>[number] : kCandidates<false>[number];
   const Problem problem = {
       a, {{a.mode, a.group_rows, a.groups, a.m}, ceil_div(a.n, chosen.rows), ceil_div(a.k, kStep), 0}};

@@ -27,9 +27,9 @@ pytestmark = [
 
 MODES = {"dense": 0, "contiguous": 1, "masked": 2}
 OUT = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-TOKENS = 224, 128, 32
+TOKENS = 224, 128, 32, 224, 128
 """Most tokens of a tile, for each candidate."""
-CTAS = 2, 2, 1
+CTAS = 2, 2, 1, 2, 2
 """Thread blocks that share a tile."""
 SHARED = 232448
 SCALES = {
@@ -287,6 +287,33 @@ def test_a_row_with_a_nan_or_negative_scale_is_nan(format, config, kernels):
     assert torch.equal(case.run(kernels, config).nan_to_num(1e9), want.nan_to_num(1e9))
 
 
+SCHEDULES = {
+    "groups of rows": ("contiguous", [300, 0, 170, 40], 520, True),
+    "few tiles": ("contiguous", [30, 0, 17], 40, False),
+    "one group": ("contiguous", [600], 520, False),
+    "dense": ("dense", [600], 520, False),
+    "masked": ("masked", [300, 0, 170], 520, False),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_which_products_take_cluster_launch_control(schedule, kernels):
+    """Those with several tiles of unequal times for each cluster, if the caller names no candidate."""
+    mode, counts, n, expected = SCHEDULES[schedule]
+    case = Case(mode, counts, n, 128)
+    kernels.emulator_requests()
+    assert case.agrees(kernels) and (kernels.emulator_requests() > 0) == expected
+
+
+@pytest.mark.parametrize("config", [i for i in range(len(TOKENS)) if i >= 3])
+def test_many_groups_by_cluster_launch_control(config, kernels):
+    """Ids of clusters come in any order, also across chunks of 32 groups; most of the last have no tile."""
+    assert Case("contiguous", [random.choice((0, 3, 20, 150)) for _ in range(90)], 264, 64).agrees(
+        kernels, config
+    )
+    assert Case("masked", [random.choice((0, 3, 20, 300)) for _ in range(40)], 40, 64).agrees(kernels, config)
+
+
 def test_offsets_that_decrease_or_exceed_are_clamped(kernels):
     case = Case("contiguous", [4, 3, 0, 5], 40, 64)
     rows = case.group_rows
@@ -315,7 +342,7 @@ def test_what_it_refuses(built):
 # --- errors that the emulator finds ---
 
 KERNEL, CONFIG = "sm100/products_kernel.cuh", "sm100/products_config.cuh"
-HOST, ALONG_K = "sm100/products_host.cuh", "sm100/products_along_k.cuh"
+HOST, WALK, PTX = "sm100/products_host.cuh", "sm100/products_walk.cuh", "sm100/ptx_sm100.cuh"
 WAIT = "barrier_wait(smem_address(&shared_.{}), {});\n"
 EMPTY = WAIT.format("empty[ring.index]", "ring.parity ^ 1")
 COMMIT = "tensor_commit<kCtas>(smem_address(&shared_.sums_full[buffer.index]), kPair);"
@@ -368,7 +395,7 @@ ERRORS = {
 
 EMPTY_TOLD, COPY_OF_X = "&shared_.empty[ring.index]), {});", "load_box<{}>(smem_address(shared_.x["
 REMOTE, FENCE = "barrier_arrive_remote(smem_address(&barrier), ", "fence_async_proxy();\n        arrive"
-WALK = "TileWalk<typename Config::Widths, "
+OWN_WALK = "TileWalk<typename Config::Widths, "
 ERRORS |= {
     "pair: " + name: error
     for name, error in {
@@ -392,14 +419,46 @@ ERRORS |= {
         "arrivals of results": (KERNEL, "kCtas * kStoreThreads", "kStoreThreads"),
         "arrivals at the own barrier": (KERNEL, REMOTE + "0)", REMOTE + "cluster_rank())"),
         "both multiply": (KERNEL, "if (rank_ == 0) multiply", "multiply"),
-        "out of step": (ALONG_K, WALK + "Config::Ctas>", WALK + "1>"),
-        "columns of one block": (HOST, "ceil_div(all.n, Config::Ctas * kRows)", "ceil_div(all.n, kRows)"),
+        "out of step": (WALK, OWN_WALK + "Config::Ctas>", OWN_WALK + "1>"),
+        "columns of one block": (HOST, "ceil_div(a.n, ctas * kRows)", "ceil_div(a.n, kRows)"),
         "rows of one block": (CONFIG, "kRowsOfA = kCtas * kRows", "kRowsOfA = kRows"),
         "scales of half of the tokens": (KERNEL, "row < tile.rows &&", "row < tile.rows / kCtas &&"),
         "fence of scales, odd block": (KERNEL, FENCE, "if (rank_ == 0) " + FENCE),
         "products of one block": (KERNEL, "tensor_multiply<kCtas,", "tensor_multiply<1,"),
         "scales of one block": (KERNEL, "tensor_copy<kCtas>(b_scales", "tensor_copy<1>(b_scales"),
         "the end": (KERNEL, "cluster_sync();", "__syncthreads();"),
+    }.items()
+}  # fmt: skip
+
+ASKS, FULL = (
+    "barrier_wait(smem_address(&shared_.responses_empty",
+    "barrier_wait(smem_address(&shared_.responses_full",
+)
+TOLD, ZEROES = "responses_empty[read_.index]), 0)", "if (Config::Clc) zero_share(walk.id());"
+READERS = "kCtas * kThreads - (kCtas - 1) * kWarp"
+ERRORS |= {
+    "launch control: " + name: error
+    for name, error in {
+        "reads before the response": (WALK, FULL, "if (false) " + FULL),
+        "overwrites a response": (WALK, ASKS, "if (false) " + ASKS),
+        "one block gets no response": (PTX, "try_cancel(smem, barrier)", "try_cancel(smem, barrier, false)"),
+        "bytes of one block": (WALK, "lane < Config::Ctas", "lane < 1"),
+        "half of the bytes": (WALK, "lane, sizeof(uint4)", "lane, sizeof(uint4) / 2"),
+        "fence of a response": (WALK, "sm90::fence_async_proxy();", ""),
+        "readers of one block": (KERNEL, READERS, "kThreads"),
+        "readers that start no products": (KERNEL, READERS, "kCtas * kThreads"),
+        "tells the own block": (WALK, TOLD, TOLD.replace("0)", "sm90::cluster_rank())")),
+        "asks again": (WALK, "if (!cancelled) return false;", ""),
+        "both blocks ask": (KERNEL, "shared_, rank_ == 0)", "shared_, true)"),
+        "no block asks": (KERNEL, "shared_, rank_ == 0)", "shared_, false)"),
+        "index of a block": (WALK, "static_cast<int>(first_block) / Config::Ctas", "first_block"),
+        "own index": (WALK, "id = blockIdx.x / Config::Ctas", "id = blockIdx.x"),
+        "ids that fall": (WALK, "if (id_ < before) walk_.restart();", ""),
+        "too few clusters": (HOST, "filled + (a.m - filled) / tokens", "filled"),
+        "no cluster for one tile more": (HOST, " + a.m / (2 * tokens)", ""),
+        "the same of one group": (HOST, " + (a.m > 2 * tokens)", ""),
+        "rows of no group": (KERNEL, ZEROES, ""),
+        "rows of no group of others": (KERNEL, ZEROES, ZEROES.replace("walk.id()", "blockIdx.x / kCtas")),
     }.items()
 }  # fmt: skip
 
@@ -429,6 +488,11 @@ def cases() -> list[tuple[Case, int]]:
         (Case("contiguous", [190, 0, 37, 5], 264, 640, format="fp8"), 0),
         (Case("masked", [31, 3, 40], 136, 384, format="fp8").without_scales_of_rows(), 1),
         (Case("masked", [31, 3, 40], 136, 384, format="fp8").without_scales_of_rows(), 2),
+        (Case("contiguous", [3, 260, 0, 121], 520, 832), 3),
+        (Case("contiguous", [40, 32, 0, 130], 2088, 64), 4),
+        (Case("masked", [70, 3, 128], 136, 320), 4),
+        (Case("contiguous", [390], 136, 64), 4),  # five tiles, not four
+        (Case("dense", [390], 136, 64), 4),
     ]
 
 

@@ -120,6 +120,14 @@ def test_sizes(format, size, kernels):
     assert Case(*SIZES[size], format=format).agrees(kernels)
 
 
+def test_groups_along_k_take_cluster_launch_control(kernels):
+    """They have unequal times, if there are several. One group has not."""
+    for counts, expected in (([96, 0, 352, 32], True), ([480], False)):
+        case = Case(400, 400, counts)
+        kernels.emulator_requests()
+        assert case.agrees(kernels) and (kernels.emulator_requests() > 0) == expected
+
+
 def test_every_range_of_nvfp4_inside_a_step(kernels):
     """A group begins at each of the first 16 blocks and ends at each of the next 17."""
     for first in range(16):
@@ -196,7 +204,7 @@ def test_what_it_refuses(kernels):
 ERRORS = {
     "begins at the group": (KERNEL, "tile.k_copied / 2", "0"),
     "16 K before": (ALONG_K, "tile.k_begin / kBoxK * kBoxK", "tile.k_begin"),
-    "rows of X": (ALONG_K, "tile.x_row -= tile.group * problem_.m,", ""),
+    "rows of X": (ALONG_K, "tile.x_row -= tile.group * problem.m,", ""),
     "one matrix of weights": (ALONG_K, "tile.weights = 0;", ""),
     "first scale": (KERNEL, "(tile.k_copied + step * Config::Step) /", "(step * Config::Step) /"),
     "steps of a group": (ALONG_K, "ceil_div(tile.k_end - tile.k_copied,", "1 + 0 * ceil_div(tile.k_end,"),
@@ -220,6 +228,7 @@ def cases() -> list[tuple[Case, int]]:
         (Case(31, 520, [16, 0, 1056, 32, 208]), 2),
         (Case(190, 264, [32, 0, 800, 96, 320], format="mxfp4"), 0),
         (Case(31, 33, [32, 0, 1056, 32, 2080], format="mxfp4"), 2),
+        (Case(190, 264, [48, 0, 800, 16, 304]), 3),
     ]
 
 

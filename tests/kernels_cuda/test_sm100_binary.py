@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 SOURCE = Path("csrc/sm80/products_sm100.cu")
-KERNELS, MOST_REGISTERS = 15, {False: 168, True: 232}
+KERNELS, MOST_REGISTERS = 25, {False: 168, True: 232}
 """A kernel for each candidate and format, and for groups along K those of FP4 rows, which may have more
 registers. The compiler asserts shared memory and columns of tensor memory."""
 PRODUCTS = ("UTCOMMA", ""), ("UTCOMMA", ".4X"), ("UTCQMMA", "")
@@ -48,6 +48,11 @@ def along_k(name: str) -> bool:
     return re.search(r"4KindE\dELb(\d)", name)[1] == "1"
 
 
+def by_launch_control(name: str) -> bool:
+    """Returns whether cluster launch control hands out this kernel's tiles."""
+    return "ELb1EEE" in name
+
+
 def code_of(file: Path) -> dict[str, str]:
     bodies = of_kernels([file], "-sass", pattern=r"Function : (\S+)(.*?)(?=Function : |\Z)")
     assert len(bodies) == KERNELS
@@ -59,7 +64,8 @@ def test_instructions_registers_and_memory(arch, tmp_path):
     """The FP4 tensor cores with four scales for 64 K (nvfp4) or two (mxfp4), those of 32 K for e4m3 rows, and
     no others. Products have scales in tensor memory, which come by copies to it. The copy engine brings
     boxes. Each of these instructions is one of a pair where two thread blocks share a tile, and nowhere else.
-    Nothing is in local memory."""
+    Where cluster launch control hands out tiles, one instruction asks for a cluster, and its response goes to
+    all blocks. Nothing is in local memory."""
     file, told = compiled(arch, tmp_path)
     pattern = (
         r"properties for (\w+product_kernel\w+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores, "
@@ -72,7 +78,7 @@ def test_instructions_registers_and_memory(arch, tmp_path):
         assert memory == ["0", "0", "0"] and int(registers) <= most, (name, memory, registers)
     if arch == "103a":  # Triton's cuobjdump does not read it
         return
-    pairs = 0
+    pairs = asking = 0
     for name, body in code_of(file).items():
         kind, ctas = map(int, re.search(r"4KindE(\d)ELb\dELi(\d)", name).groups())
         pair, pairs = ".2CTA" if ctas == 2 else "", pairs + ctas - 1
@@ -90,8 +96,11 @@ def test_instructions_registers_and_memory(arch, tmp_path):
         ):
             found = set(re.findall(rf"\b{instruction}[.\w]*", body))
             assert found == ({opcode} if opcode else set()), (name, found)
+        asks = ["UGETNEXTWORKID.BROADCAST"] if by_launch_control(name) else []
+        assert re.findall(r"\bUGETNEXTWORKID[.\w]*", body) == asks, name
+        asking += len(asks)
         assert "LDTM.x16" in body and ("UCGABAR" in body) == (ctas == 2), name
-    assert pairs == 5 * CTAS.count(2)
+    assert pairs == 5 * CTAS.count(2) and asking == 5 * 2
 
 
 @pytest.mark.parametrize("arch", ["80", "120f"])
@@ -242,13 +251,19 @@ def our_step(tokens: int, config: int, format: str) -> tuple[Step, set[int]]:
 
 
 @pytest.fixture(scope="module")
-def our_ptx(tmp_path_factory) -> set[str]:
-    """Opcodes of all kernels, as the compiler writes them."""
+def our_text(tmp_path_factory) -> str:
+    """PTX of all kernels."""
     to = tmp_path_factory.mktemp("ptx") / "products.ptx"
     flags = [flag for flag in setup()["MMA"].flags(["100f"]) if "gencode" not in flag]
     command = [NVCC, *flags, "-arch=compute_100f", "-ptx", str(SOURCE), "-o", str(to)]
     subprocess.run(command, cwd=ROOT, check=True)
-    return set(re.findall(r"\b(?:tcgen05|cp\.async)[\w.:]+", to.read_text()))
+    return to.read_text()
+
+
+@pytest.fixture(scope="module")
+def our_ptx(our_text) -> set[str]:
+    """Opcodes of all kernels, as the compiler writes them."""
+    return set(re.findall(r"\b(?:tcgen05|cp\.async)[\w.:]+", our_text))
 
 
 @pytest.mark.parametrize(
@@ -300,6 +315,57 @@ def test_as_cute(format, tokens, config, our_ptx, tmp_path):
         f"barrier & {~RANK & 0xFFFFFFFF:#X}u".replace("0X", "0x")
         in (ROOT / "csrc/sm100/ptx_sm100.cuh").read_text()
     )
+
+
+def around_launch_control(text: str) -> tuple[set[tuple[str, ...]], set[tuple[str, ...]]]:
+    """Returns what surrounds each request of cluster launch control, and each read response: the opcodes from
+    the wait before it to the request or the arrival, and the bytes that an arrival expects.
+    """
+    listed: list[str] = []
+    constants: dict[str, str] = {}
+    found: tuple[set[tuple[str, ...]], set[tuple[str, ...]]] = set(), set()
+    pattern = (
+        r"^\s*(?:@!?%?\w+\s+)?((?:mbarrier\.try_wait|mbarrier\.arrive|clusterlaunchcontrol|mapa|ld\.shared"
+        r"|fence\.proxy|mov\.(?:b|u)32)[\w.:]*)(?:\s+(.*))?;"
+    )
+    for opcode, operands in re.findall(pattern, text, re.M):
+        if opcode.startswith("mov"):
+            constants |= dict([operands.split(", ")]) if operands.count(",") == 1 else {}
+            continue
+        if "try_wait" in opcode:
+            listed = []
+        if "expect_tx" in opcode:
+            listed.append(constants.get(operands.split(", ")[-1], operands))
+        # 16 bytes have several forms, and a wait without `cta` means this block, too.
+        opcode = (
+            "ld.shared" if opcode.startswith("ld.") else opcode.replace("parity.shared::cta", "parity.shared")
+        )
+        listed.append(opcode)
+        if "try_cancel" in opcode:
+            found[0].add(tuple(listed))
+        if "arrive" in opcode and any("query_cancel" in one for one in listed):
+            found[1].add(tuple(listed))
+            listed = []
+    return found
+
+
+@pytest.mark.parametrize("ctas", [1, 2])
+def test_cluster_launch_control_as_cute(ctas, our_text, tmp_path):
+    """NVIDIA's dynamic scheduler and its pipeline have the same instructions in the same order.
+
+    To ask: a wait for readers, an arrival at the barrier of each block that expects 16 bytes, the request. To
+    read: a wait, the questions to the response, a fence before the next response is written, an arrival at
+    block 0. Theirs are the same for one block.
+    """
+    if importlib.util.find_spec("nvidia_cutlass_dsl") is None:
+        pytest.skip("needs nvidia-cutlass-dsl from PyPI")
+    command = [sys.executable, str(HELPERS / "cute_clc.py"), str(tmp_path), str(ctas)]
+    subprocess.run(command, check=True, capture_output=True)
+    (ptx,) = tmp_path.glob("*.ptx")
+    theirs, ours = around_launch_control(ptx.read_text()), around_launch_control(our_text)
+    assert [len(one) for one in theirs] == [1, 1] and "16" in next(iter(theirs[0]))
+    assert ours == theirs
+    assert our_text.count("clusterlaunchcontrol.try_cancel") == 10
 
 
 def test_what_a_barrier_counts_as_cute(tmp_path):

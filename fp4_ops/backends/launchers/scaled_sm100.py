@@ -35,7 +35,7 @@ FP8_PART = 128
 """K must be a multiple of it with fp8 rows: so many codes the copy engine unpacks."""
 ALONG_K, PART_ALONG_K = True, 32
 """Groups along K are multiplied, if K is a multiple of so many codes: 16 bytes."""
-CANDIDATES = 3
+CANDIDATES = 5
 """Number of candidates in csrc/sm100/products_host.cuh."""
 FEWEST_ROWS = 16
 """Rows of x for each group, on average, from which on the kernels are used. Each call arranges the scales of

@@ -48,6 +48,19 @@ struct Load {
   int ctas = 1;  // as in .cta_group
 };
 
+// What clusterlaunchcontrol.try_cancel writes; programs may not know its bits.
+struct Response {
+  static constexpr uint32_t kCome = 0x5EED0000;
+  uint32_t come, cancelled, first_block, unused;
+};
+static_assert(sizeof(Response) == 16);
+
+// A response on its way to a block of the cluster.
+struct Answer {
+  Response response;
+  uint32_t to, barrier, rank;
+};
+
 constexpr uint32_t kOfEvenBlock = 1u << 31;  // in the address of a barrier
 
 // A copy to tensor memory, a product, or a commit, whose barrier is `d` in each of `blocks`.
@@ -128,6 +141,7 @@ struct Lane {
   bool fenced = true;        // tcgen05 may follow the last wait
   bool tensor_read = false;  // tensor memory was read after the last fence before an arrival
   bool stored = false;       // shared memory was written by store_shared after the last fence
+  bool queried = false;      // a response was read after the last fence
 };
 
 // An mbarrier, in its eight bytes of shared memory.
@@ -139,7 +153,20 @@ static_assert(sizeof(Barrier) == 8);
 
 class Block;
 
+// The clusters of a launch that have not started.
+class Pending {
+ public:
+  explicit Pending(uint32_t clusters);
+  bool take_first(uint32_t& cluster);
+  bool take_last(uint32_t& cluster);
+
+ private:
+  std::mutex mutex_;
+  std::deque<uint32_t> clusters_;
+};
+
 struct Cluster {
+  Pending& pending;
   std::vector<Block*> blocks;
   std::mutex mutex;  // of all mbarriers
   uint64_t syncs = 0, synced = 0;
@@ -176,7 +203,7 @@ class Block {
   uint8_t* memory() { return memory_; }
   bool holds(uint64_t address, uint64_t bytes) const { return address + bytes <= shared_bytes_; }
   void progressed() { ++progress_.count; }
-  bool has_work() const { return !loads_.empty() || !tensor_work_.empty(); }
+  bool has_work() const { return !loads_.empty() || !tensor_work_.empty() || !answers_.empty(); }
   void fail(const char* what);
   bool chance(uint32_t in) { return random_() % in == 0; }
   void wait(const Waiting& waiting);
@@ -190,6 +217,8 @@ class Block {
   uint32_t rank_;
   Lane* lane_ = nullptr;  // that runs
   std::vector<Load> loads_;
+  std::vector<Answer> answers_;
+  bool refused_ = false;  // a thread has read that no cluster was cancelled
   std::deque<TensorWork> tensor_work_;
   Lane* tensor_thread_ = nullptr;  // that starts it
   TensorMemory tensor_;
@@ -206,6 +235,7 @@ class Block {
   bool ready(Lane& lane);
   bool step(Warp& warp);
   void load(size_t which);
+  void answer(size_t which);
   void run_something();
   void run_copy(const TensorWork& work, Block& to);
   void run_multiply(const TensorWork& work);

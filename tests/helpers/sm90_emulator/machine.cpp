@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <thread>
 
 #include "block.h"
@@ -29,6 +30,7 @@ std::mutex stacks_mutex;
 
 std::atomic<uint32_t> seed;     // of the next block's order of events
 std::atomic<int> patience{30};  // seconds without any progress
+std::atomic<int> requests{0};   // of cluster launch control
 
 uint32_t next_seed() { return seed += 0x9E3779B9; }
 
@@ -141,9 +143,11 @@ bool Block::step(Warp& warp) {
   return warp.progress;
 }
 
-// A load, or the oldest work of the tensor cores.
+// A load, a response, or the oldest work of the tensor cores.
 void Block::run_something() {
-  if (tensor_work_.empty() || (!loads_.empty() && chance(2))) {
+  if (!answers_.empty() && (chance(2) || (loads_.empty() && tensor_work_.empty()))) {
+    answer(random_() % answers_.size());
+  } else if (tensor_work_.empty() || (!loads_.empty() && chance(2))) {
     load(random_() % loads_.size());
   } else {
     run_tensor_work();
@@ -185,6 +189,7 @@ void Block::run() {
     }
   }
   if (!progress_.failed && !loads_.empty()) fail("the block ends before what it loads has come");
+  if (!progress_.failed && !answers_.empty()) fail("the block ends before a response has come");
   if (!progress_.failed && !tensor_work_.empty()) fail("the block ends before its tensor cores are ready");
   if (!progress_.failed && tensor_.allocated() != 0) fail("the block ends with tensor memory");
   ended_ = true;
@@ -240,6 +245,7 @@ static void check_arrival() {
   if (lane.tensor_read) block->fail("no fence between a load of tensor memory and an arrival");
   if (!lane.tensor_loads.empty()) block->fail("arrives before its loads of tensor memory are over");
   if (lane.stored) block->fail("no fence between stores for other engines and an arrival");
+  if (lane.queried) block->fail("no fence between a read response and an arrival");
 }
 
 void barrier_arrive(uint32_t barrier, uint32_t expected_bytes) {
@@ -247,11 +253,11 @@ void barrier_arrive(uint32_t barrier, uint32_t expected_bytes) {
   block->arrive(barrier, expected_bytes);
 }
 
-void barrier_arrive_remote(uint32_t barrier, uint32_t rank) {
+void barrier_arrive_remote(uint32_t barrier, uint32_t rank, uint32_t expected_bytes) {
   check_arrival();
   Block& other = *block->cluster_.blocks[rank];
   if (other.ended_) block->fail("arrives at a block that has ended");
-  other.arrive(barrier, 0);
+  other.arrive(barrier, expected_bytes);
 }
 
 void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -303,6 +309,68 @@ void store_cluster(uint32_t address, uint32_t barrier, uint32_t rank, const void
   other.complete_bytes(barrier, size);
 }
 
+// ---- cluster launch control ----
+
+Pending::Pending(uint32_t clusters) : clusters_(clusters) {
+  std::iota(clusters_.begin(), clusters_.end(), 0);
+}
+
+bool Pending::take_first(uint32_t& cluster) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (clusters_.empty()) return false;
+  cluster = clusters_.front();
+  clusters_.pop_front();
+  return true;
+}
+
+bool Pending::take_last(uint32_t& cluster) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (clusters_.empty()) return false;
+  cluster = clusters_.back();
+  clusters_.pop_back();
+  return true;
+}
+
+// Any cluster that has not started may be cancelled, mostly the first one. A request may also fail for no
+// reason that a program knows. The places of the response hold nothing from now on until it comes.
+void try_cancel(uint32_t smem, uint32_t barrier, bool multicast) {
+  Block& own = *block;
+  ++requests;
+  if (own.rank_ != 0) own.fail("two blocks of a cluster ask for clusters");
+  if (own.refused_) own.fail("asks for a cluster after there was none");
+  if (smem % sizeof(Response) != 0 || !own.holds(smem, sizeof(Response)))
+    return own.fail("a response goes beyond shared memory, or between its places");
+  Pending& pending = own.cluster_.pending;
+  uint32_t cluster = 0;
+  const bool cancelled =
+      !own.chance(16) && (own.chance(4) ? pending.take_last(cluster) : pending.take_first(cluster));
+  const uint32_t ctas = own.cluster_.blocks.size();
+  for (uint32_t rank = 0; rank < (multicast ? ctas : 1); ++rank) {
+    std::memset(own.cluster_.blocks[rank]->memory() + smem, 0xFF, sizeof(Response));
+    own.answers_.push_back({{Response::kCome, cancelled, cluster * ctas, 0}, smem, barrier, rank});
+  }
+}
+
+void Block::answer(size_t which) {
+  const Answer answer = answers_[which];
+  answers_.erase(answers_.begin() + which);
+  Block& to = *cluster_.blocks[answer.rank];
+  if (to.ended_) return fail("a response goes to a block that has ended");
+  std::memcpy(to.memory_ + answer.to, &answer.response, sizeof(Response));
+  to.complete_bytes(answer.barrier, sizeof(Response));
+  progressed();
+}
+
+bool query_cancel(uint32_t smem, uint32_t& first_block) {
+  Response response;
+  std::memcpy(&response, block->memory() + smem, sizeof(response));
+  if (response.come != Response::kCome) block->fail("reads a response before it has come");
+  block->lane_->queried = true;
+  if (response.cancelled == 0) block->refused_ = true;
+  first_block = response.first_block;
+  return response.cancelled == 1;
+}
+
 void yield() { block->wait({}); }
 
 Slots exchange(const void* value, size_t size, void (*last)(Slots)) {
@@ -335,11 +403,11 @@ cudaError_t launch(const Shape& shape, const std::function<void()>& kernel) {
   }
   Progress progress;
   const uint32_t clusters = shape.grid.x / shape.cluster * shape.grid.y;
-  std::atomic<uint32_t> next{0};
+  Pending pending(clusters);
   // In the order of their indices, as the hardware starts them.
   const auto work = [&] {
-    for (uint32_t c; (c = next++) < clusters && !progress.failed;) {
-      Cluster cluster;
+    for (uint32_t c; !progress.failed && pending.take_first(c);) {
+      Cluster cluster{pending};
       std::vector<std::unique_ptr<Block>> blocks;
       for (uint32_t rank = 0; rank < shape.cluster; ++rank) {
         const uint32_t x = c * shape.cluster % shape.grid.x + rank, y = c * shape.cluster / shape.grid.x;
@@ -355,10 +423,11 @@ cudaError_t launch(const Shape& shape, const std::function<void()>& kernel) {
       for (std::thread& other : others) other.join();
     }
   };
-  // All at once, as on a GPU that has room for them, or as few as the host's processors like: then blocks
-  // that wait for later ones wait for ever.
+  // All at once, as on a GPU that has room for them, or as few as the host's processors like, or one more:
+  // then blocks that wait for later ones wait for ever.
   const bool together = clusters * shape.cluster <= 32 && next_seed() >> 16 & 1;
-  const uint32_t few = std::max(1u, std::thread::hardware_concurrency() / shape.cluster);
+  const uint32_t few =
+      std::max(1u, std::thread::hardware_concurrency() / shape.cluster) + (next_seed() >> 17 & 1);
   const uint32_t count = together ? clusters : std::min(clusters, few);
   std::vector<std::thread> workers;
   for (uint32_t i = 0; i < count; ++i) workers.emplace_back(work);
@@ -367,3 +436,6 @@ cudaError_t launch(const Shape& shape, const std::function<void()>& kernel) {
 }
 
 }  // namespace emulator
+
+// Returns how many requests of cluster launch control were made since the last call.
+extern "C" int emulator_requests() { return emulator::requests.exchange(0); }

@@ -33,7 +33,7 @@ uint32_t shared_address(const void* pointer);  // in bytes from shared_memory()
 
 void barrier_init(uint32_t barrier, uint32_t arrivals);
 void barrier_arrive(uint32_t barrier, uint32_t expected_bytes = 0);
-void barrier_arrive_remote(uint32_t barrier, uint32_t rank);
+void barrier_arrive_remote(uint32_t barrier, uint32_t rank, uint32_t expected_bytes = 0);
 void barrier_wait(uint32_t barrier, uint32_t parity);
 bool barrier_test(uint32_t barrier, uint32_t parity);
 
@@ -46,6 +46,10 @@ void cluster_wait();
 
 // Into the shared memory of a block of the cluster, whose barrier is told.
 void store_cluster(uint32_t address, uint32_t barrier, uint32_t rank, const void* from, uint32_t size);
+
+// Cluster launch control. The response comes later, to each block of the cluster or only to this one.
+void try_cancel(uint32_t smem, uint32_t barrier, bool multicast = true);
+bool query_cancel(uint32_t smem, uint32_t& first_block);
 
 // Lets other fibers run: for loops that wait for memory.
 void yield();

@@ -15,6 +15,14 @@ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, in
 }
 inline void store_shared_16(uint32_t smem, const uint4& v) { emulator::store_shared(smem, &v, sizeof(v)); }
 
+inline void barrier_expect_bytes_remote(uint32_t barrier, uint32_t rank, uint32_t bytes) {
+  emulator::barrier_arrive_remote(barrier, rank, bytes);
+}
+inline void try_cancel(uint32_t smem, uint32_t barrier) { emulator::try_cancel(smem, barrier); }
+inline bool query_cancel(uint32_t smem, uint32_t& first_block) {
+  return emulator::query_cancel(smem, first_block);
+}
+
 template <int kCtas>
 void tensor_allocate(uint32_t smem, uint32_t columns) {
   emulator::tensor_allocate(smem, columns, kCtas);

@@ -328,7 +328,7 @@ void store_shared(uint32_t smem, const void* from, uint32_t bytes) {
   block->lane_->stored = true;
 }
 
-void fence_async_proxy() { block->lane_->stored = false; }
+void fence_async_proxy() { block->lane_->stored = block->lane_->queried = false; }
 
 }  // namespace emulator
 
