@@ -325,7 +325,7 @@ def around_launch_control(text: str) -> tuple[set[tuple[str, ...]], set[tuple[st
     constants: dict[str, str] = {}
     found: tuple[set[tuple[str, ...]], set[tuple[str, ...]]] = set(), set()
     pattern = (
-        r"^\s*(?:@!?%?\w+\s+)?((?:mbarrier\.try_wait|mbarrier\.arrive|clusterlaunchcontrol|mapa|ld\.shared"
+        r"^\s*(?:@!?%?\w+\s+)?((?:mbarrier\.try_wait|mbarrier\.arrive|clusterlaunchcontrol|ld\.shared"
         r"|fence\.proxy|mov\.(?:b|u)32)[\w.:]*)(?:\s+(.*))?;"
     )
     for opcode, operands in re.findall(pattern, text, re.M):
