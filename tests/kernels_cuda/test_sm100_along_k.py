@@ -205,7 +205,7 @@ ERRORS = {
     "begins at the group": (KERNEL, "tile.k_copied / 2", "0"),
     "16 K before": (ALONG_K, "tile.k_begin / kBoxK * kBoxK", "tile.k_begin"),
     "rows of X": (ALONG_K, "tile.x_row -= tile.group * problem.m,", ""),
-    "one matrix of weights": (ALONG_K, "tile.weights = 0;", ""),
+    "one matrix of weights": (ALONG_K, ", tile.weights = 0;", ";"),
     "first scale": (KERNEL, "(tile.k_copied + step * Config::Step) /", "(step * Config::Step) /"),
     "steps of a group": (ALONG_K, "ceil_div(tile.k_end - tile.k_copied,", "1 + 0 * ceil_div(tile.k_end,"),
     "shift": (ALONG_K, "shift = first % 4 * 8", "shift = 0"),
