@@ -298,7 +298,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_which_products_take_cluster_launch_control(schedule, kernels):
-    """Those with several tiles of unequal times for each cluster, if the caller names no candidate."""
+    """Products take it if tiles take unequal times, a cluster has several, and the caller names none."""
     mode, counts, n, expected = SCHEDULES[schedule]
     case = Case(mode, counts, n, 128)
     kernels.emulator_requests()
