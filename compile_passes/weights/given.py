@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from ...meta.dtensors import split_over_processes
 from ...meta.torch_internals import TracingContext, is_precompiling
+from ..graph.traced_nodes import asks_for_gradients
 
 
 class Given(NamedTuple):
@@ -51,7 +52,11 @@ class Given(NamedTuple):
 def given(gm: fx.GraphModule, inputs: Sequence[Any]) -> Given:
     """Return a graph with ordinary inputs. It is `gm` itself if its inputs are ordinary. `gm` never
     changes."""
-    return Given(gm, list(inputs)) if is_precompiling() else _with_parts(_with_attributes(gm, inputs))
+    if is_precompiling():
+        return Given(gm, list(inputs))
+    source = _with_attributes(gm, inputs)
+    # The local part of a parameter has no gradient. A graph that asks for gradients stays as it is.
+    return source if asks_for_gradients(source.gm, source.inputs) else _with_parts(source)
 
 
 def copied(graph: fx.Graph) -> fx.Graph:
@@ -104,7 +109,7 @@ def _with_parts(source: Given) -> Given:
         i
         for i, (node, x) in enumerate(zip(placeholders, source.inputs, strict=True))
         if isinstance(x, nn.Parameter) and split_over_processes(x) and id(x) not in from_shards
-        if not (torch.is_grad_enabled() and x.requires_grad) and _is_read_locally(node, x)
+        if _is_read_locally(node, x)
     ]
     if not parts:
         return source

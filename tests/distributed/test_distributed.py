@@ -111,6 +111,12 @@ def test_a_part_that_is_read_otherwise_too_is_left_alone(outcomes):
         assert sites == 0 and error < 1e-5 and "DTensor" in report, report
 
 
+def test_parts_are_weights_only_where_nobody_asks_for_gradients(outcomes):
+    for on, off in told(outcomes, "the_backend_where_a_model_turns_gradients_on_or_off"):
+        assert on[0] < 1e-6 and on[1:3] == [True, True] and on[3] == 0, on
+        assert 1e-3 < off[0] < 0.3 and off[1:3] == [False, False] and off[3] > 0, off
+
+
 def test_the_backend_leaves_split_experts_alone(outcomes):
     for error, report in told(outcomes, "the_backend_with_sharded_experts"):
         assert error < 1e-6, report

@@ -255,6 +255,40 @@ def the_backend_where_a_part_is_read_otherwise_too():
         return [relative_error(compiled(x), model(x)), rewritten, str(report)]
 
 
+class Trainable(LocalExperts):
+    """The weights require gradients, which the model turns on or off itself. No other process is asked."""
+
+    def __init__(self, mesh: Any, grad: bool):
+        super().__init__(mesh)
+        self.requires_grad_()
+        self.grad = grad
+
+    def forward(self, x):
+        with torch.set_grad_enabled(self.grad):
+            w13, w2 = self.w13.to_local(), self.w2.to_local()
+            scores, ids = self.router(x).softmax(-1).topk(2)
+            here = torch.zeros(x.shape[0], 4).scatter(1, ids, scores)[:, self.first : self.first + 2]
+            gate, up = torch.einsum("th,enh->etn", x, w13).chunk(2, -1)
+            return torch.einsum("eth,te->th", torch.einsum("etn,ehn->eth", F.silu(gate) * up, w2), here)
+
+
+@situation
+@without_inductor
+def the_backend_where_a_model_turns_gradients_on_or_off():
+    """Returns, for each, [relative error, whether the result has gradients and in eager, rewritten sites]."""
+    found, mesh = [], init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    for grad in (True, False):
+        model, x = Trainable(mesh, grad), torch.randn(6, 64)
+        with torch.set_grad_enabled(not grad):
+            torch.compiler.reset()
+            want = model(x)
+            got = torch.compile(model, backend="fp4", options={"activation": "bf16"})(x)
+            sites = fp4_ops.explain(model, x).sites
+        rewritten = sum(site.rewritten for site in sites)
+        found.append([relative_error(got, want), got.requires_grad, want.requires_grad, rewritten])
+    return found
+
+
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     fp4_ops.register_with_transformers()
