@@ -100,12 +100,27 @@ def why_no_config(path: Path) -> str:
     return "" if any(path.iterdir()) else "it is empty"
 
 
+_INDEX_OF_VARIANT = re.compile(r"(model\.safetensors\.index)\.(.+)(\.json)")
+_OF_VARIANT = re.compile(r"(model)\.(.+)(\.safetensors)")
+_SHARD = re.compile(r"model(\..+)?-\d+-of-\d+(\..+)?\.safetensors")
+
+
+def _why_a_variant(named: re.Match[str]) -> str:
+    """Says what a file is that `save_pretrained(..., variant=...)` wrote, and what to do."""
+    return (
+        f'{named[0]} is of variant "{named[2]}", which transformers reads with from_pretrained(..., '
+        f'variant="{named[2]}"). fp4_ops reads no variants: rename that file to {named[1]}{named[3]}'
+    )
+
+
 def why_no_weights(path: Path) -> str:
     """Says what a folder without transformers' safetensors files holds instead, and what to do."""
     files = sorted(f.name for f in path.iterdir() if f.is_file() or f.is_symlink())
     tensors = [name for name in files if name.endswith(".safetensors")]
-    if any(re.fullmatch(r"model-\d+-of-\d+\.safetensors", name) for name in tensors):
-        return f"{tensors[0]} and the like need the index. Fetch it from the same place, too"
+    if index := next(filter(None, map(_INDEX_OF_VARIANT.fullmatch, files)), None):
+        return _why_a_variant(index)
+    if shard := next(filter(_SHARD.fullmatch, tensors), None):
+        return f"{shard} and the like need the index. Fetch it from the same place, too"
     if "adapter_model.safetensors" in tensors:
         return "it is an adapter (PEFT), not a model. Give the folder of the model that it is for"
     if any(name.startswith("consolidated") for name in tensors):
@@ -113,6 +128,8 @@ def why_no_weights(path: Path) -> str:
             f"{tensors[0]} has Mistral's own names of weights, not transformers'. Fetch model.safetensors, "
             "or the shards and their index, from the same place"
         )
+    if single := next(filter(None, map(_OF_VARIANT.fullmatch, tensors)), None):
+        return _why_a_variant(single)
     if tensors:
         names = ", ".join(tensors[:3])
         return (

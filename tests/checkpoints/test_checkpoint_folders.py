@@ -167,6 +167,12 @@ FILES = {
     "pickles": ("pytorch_model.bin", r"pytorch_model.bin is not read: torch.save.*save_pretrained"),
     "HQQ": ("qmodel.pt", r"qmodel.pt is not read: HQQ.*fp4_ops quantize"),
     "shards without index": ("model-00001-of-00002.safetensors", "need the index"),
+    "a variant's shards without index": ("model.x-00001-of-00002.safetensors", "need the index"),
+    "a variant's index": (
+        "model.safetensors.index.fp16.json",
+        r'variant "fp16".*variant="fp16"\).*rename that file to model.safetensors.index.json',
+    ),
+    "a variant": ("model.fp16.safetensors", r'variant "fp16".*rename that file to model.safetensors$'),
     "an adapter": ("adapter_model.safetensors", "is an adapter"),
     "another name": ("gptq_model-4bit-128g.safetensors", "Rename a single file to model.safetensors"),
     "below": ("sub/model.safetensors", "its folder sub has one. Give that"),
@@ -188,6 +194,18 @@ def test_folders_without_weights_say_what_is_there(what, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=f"has neither model.safetensors nor {INDEX}: .*{message}"):
             call()
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_variant_is_read_once_its_file_has_the_usual_name(shards, tmp_path):
+    tiny().save_pretrained(tmp_path, variant="x", **({"max_shard_size": "60KB"} if shards else {}))
+    with pytest.raises(CheckpointError) as error:
+        quantize_checkpoint(tmp_path, tmp_path / "out", progress=False)
+    named = re.search(r': (\S+) is of variant "x".* rename that file to (\S+)$', str(error.value))
+    (tmp_path / named[1]).rename(tmp_path / named[2])
+    assert named[2] == (INDEX if shards else "model.safetensors")
+    quantize_checkpoint(tmp_path, tmp_path / "out", progress=False)
+    fp4_ops.load_checkpoint(None, tmp_path / "out")
 
 
 FOLDERS = {
