@@ -189,22 +189,26 @@ class OpenRegions:
     """
 
     def __init__(self) -> None:
-        self._autocasts: list[Any] = []
+        self._autocasts: dict[Any, int] = {}
+        """The levels of torch.func at the entry of each, in the order of the entries."""
 
     def ran(self, function: Any, args: Any, result: Any) -> None:
         """Note a call of the graph that has run."""
         if function is enter_autocast:
-            self._autocasts.append(result)
+            self._autocasts[result] = functorch_depth()
         elif function is exit_autocast:
-            self._autocasts.remove(args[0])
+            del self._autocasts[args[0]]
 
     @contextlib.contextmanager
     def ended(self) -> Iterator[None]:
-        """Close the regions that are still open at the end, as a context manager."""
+        """Close the regions that are still open at the end, and leave the levels of torch.func, in the
+        reverse order of their entries. This is a context manager."""
         depth = functorch_depth()
         try:
             yield
         finally:
-            leave_functorch_levels(depth)
             while self._autocasts:
-                exit_autocast(self._autocasts.pop())
+                region, at = self._autocasts.popitem()
+                leave_functorch_levels(at)
+                exit_autocast(region)
+            leave_functorch_levels(depth)

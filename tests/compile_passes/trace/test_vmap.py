@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from moe_models import Recorder, fake_quantised, relative_error
 from torch import nn
 
-from fp4_ops.compile_passes.trace import capture
-from fp4_ops.meta.torch_internals import functorch_depth
+from fp4_ops.compile_passes.trace import calls, capture
+from fp4_ops.meta.torch_internals import enter_autocast, functorch_depth
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -44,7 +44,17 @@ def test_experts_by_an_id_under_vmap():
     assert set(recorder.ops) == {"fp4::indexed_mm"}, recorder.reasons
 
 
-def test_a_trace_that_fails_inside_leaves_nothing_entered(monkeypatch):
+class AutocastInside(OverTokens):
+    def forward(self, x):
+        def one(e, row):
+            with torch.autocast("cpu", torch.bfloat16):
+                return F.gelu(row @ self.w1[e]) @ self.w2[e]
+
+        return torch.vmap(one)(self.router(x).argmax(-1), x), x @ x.t()
+
+
+@pytest.mark.parametrize("model", [OverTokens, AutocastInside])
+def test_a_trace_that_fails_inside_leaves_nothing_entered(model, monkeypatch):
     """The graph goes on as captured. Its own trace must not run in the regions of the one that failed."""
 
     def fail(node):
@@ -60,8 +70,32 @@ def test_a_trace_that_fails_inside_leaves_nothing_entered(monkeypatch):
         found.append((functorch_depth(), torch.is_autocast_enabled("cpu")))
         return graph
 
-    model, recorder, x = OverTokens().train(), Recorder(run), torch.randn(9, 64)
+    model, recorder, x = model().train(), Recorder(run), torch.randn(9, 64)
     with torch.no_grad():
         y, before = torch.compile(model, backend=recorder, fullgraph=True)(x)
         assert before.dtype == torch.float32 and relative_error(y.float(), model(x)[0].float()) < 1e-6
     assert found == [(0, False)] and "NotImplementedError" in recorder.frames[0].note
+
+
+def test_regions_are_left_in_the_reverse_order_of_their_entries(monkeypatch):
+    """Autocast inside of a level of torch.func is left before it, and autocast outside of it after it."""
+    left = []
+    leave, close = calls.leave_functorch_levels, calls.exit_autocast
+    monkeypatch.setattr(calls, "leave_functorch_levels", lambda depth: (left.append(depth), leave(depth)))
+    monkeypatch.setattr(calls, "exit_autocast", lambda region: (left.append(region), close(region)))
+    regions = calls.OpenRegions()
+
+    def enter():
+        region = enter_autocast("cpu", torch.bfloat16, True, None)
+        regions.ran(enter_autocast, (), region)
+        return region
+
+    with pytest.raises(NotImplementedError), regions.ended():
+        outside = enter()
+        torch._C._functorch._vmap_increment_nesting(3, "error")
+        inside = enter()
+        torch._C._functorch._vmap_increment_nesting(2, "error")
+        raise NotImplementedError
+    assert [x for x in left if not isinstance(x, int)] == [inside, outside]
+    assert left.index(1) < left.index(inside) < left.index(0) < left.index(outside)
+    assert functorch_depth() == 0 and not torch.is_autocast_enabled("cpu")
