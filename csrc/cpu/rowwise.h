@@ -182,11 +182,11 @@ struct Exponential {
   float less_one, power;
 };
 
-// It has no branch, so loops over it vectorise. It saturates past +-87, near the end of float32's range. A
-// NaN stays NaN.
-inline Exponential exponential(float x) {
+// It has no branch, so loops over it vectorise. It saturates below -87 and above `most`, near the ends of
+// float32's range. A NaN stays NaN.
+inline Exponential exponential(float x, float most = 87.f) {
   x = x < -87.f ? -87.f : x;
-  x = x > 87.f ? 87.f : x;
+  x = x > most ? most : x;
   const float shifted = x * 1.44269504088896341f + 0x1.8p23f;  // rounds to an integer, in the low bits
   const float n = shifted - 0x1.8p23f;
   const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -199,9 +199,10 @@ inline Exponential exponential(float x) {
   return {p * r * r + r, std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + 0x3f800000u)};
 }
 
-// e^x with an error of about 1e-7.
+// e^x with an error of about 1e-7. It is infinite for x above 88.4: a gate x / (1 + e^-x) is then zero for a
+// large negative x, and NaN for minus infinity, as in torch.
 inline float exp_float(float x) {
-  const Exponential e = exponential(x);
+  const Exponential e = exponential(x, 89.f);
   return (e.less_one + 1.f) * e.power;
 }
 
