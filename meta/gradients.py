@@ -31,7 +31,10 @@ from .torch_internals import (
 
 LIBRARY = Library("fp4", "IMPL")
 
-ADAPTERS = {"moe": " For adapters beside frozen experts: fp4_ops.prepare(model, trainable_inputs=True)."}
+ADAPTERS = {
+    "moe": " For gradients of its inputs (adapters beside frozen experts, embeddings): "
+    "fp4_ops.prepare(model, trainable_inputs=True)."
+}
 
 
 class Reason(NamedTuple):
