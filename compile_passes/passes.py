@@ -56,7 +56,7 @@ from .report import PassRun, Site, each_told_once, left_alone
 from .step.attention import write_attention as write_step_attention
 from .step.cache import write_caches, write_counters
 from .step.linears import write_linears
-from .step.packed import write_packed_linears
+from .step.packed import PACKED_LINEARS, write_packed_linears
 from .step.shared import write_shared
 from .trace.capture import mutated_inputs
 from .weights.facts import Facts, note_decoded, written_before
@@ -440,6 +440,16 @@ def _inputs(s: _State) -> None:
     s.rewritten = Rewritten(s.gm, *s.writer.finish(s.fake_mode), s.also)
 
 
+def _packed_linears(s: _State) -> None:
+    """Write products of the same int8 rows as one call, and say so in the sites of these products."""
+    alive = set(s.gm.graph.nodes)
+    taken = write_packed_linears(s.gm.graph, s.facts.mutated)
+    sites = {node: site for node, site in s.writer.site_of.items() if node in alive}
+    stay = [site for node, site in sites.items() if node not in taken]
+    now = [site for node, site in sites.items() if node in taken and site not in stay]
+    s.sites = [replace(x, op=PACKED_LINEARS) if isinstance(x, Site) and x in now else x for x in s.sites]
+
+
 def _has_operators(s: _State) -> bool:
     return any(isinstance(site, Site) for site in s.sites)
 
@@ -488,7 +498,7 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass("inputs", _inputs, when=lambda s: bool(s.writer.written or s.also)),
     Pass(
         "step_packed_linears",
-        lambda s: s.also.extend(write_packed_linears(s.gm.graph, s.facts.mutated)),
+        _packed_linears,
         when=lambda s: s.rewritten is not None and not s.options.cpp_wrapper,
     ),
     Pass("strides", lambda s: allow_any_strides(s.gm), when=lambda s: s.rewritten is not None),

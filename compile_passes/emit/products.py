@@ -264,7 +264,9 @@ def _write_linear(
     w.replace(node, out)
     load = Load(1, 1, hint(value(node).numel() // matrix.n))
     text = f"N {matrix.n}, K {matrix.k}"
-    return w.site("fp4::mm", node, [packed], "a linear layer", how, text, load)
+    site = w.site("fp4::mm", node, [packed], "a linear layer", how, text, load)
+    w.site_of[out] = site
+    return site
 
 
 # --- experts that are no single operator ---
@@ -324,6 +326,8 @@ class EveryUse:
                     at, by = (i, len(each)) if interleaved else (i * p.n, 1)
                     self.parts.setdefault(key, []).append(_Part(o, e, start, step, p.n, at, by))
         self.made: dict[Any, Any] = {}
+        self.products: list[fx.Node] = []
+        """Each `fp4::mm`."""
 
     def run(self, why: Refusal, taken: set[fx.Node]) -> list[Site]:
         """Rewrite the products with these weights, except the products in `taken`, which belong to other
@@ -339,7 +343,10 @@ class EveryUse:
             return []
         load = Load(self.experts, self.experts, hint(value(self.root).numel() // self.last), all_before=True)
         text = f"{len(ops)} products of {self.experts} experts, {self.sizes}"
-        return [self.w.site(ops[0], self.root, self.packed, EACH, self.how, text, load, why=why)]
+        site = self.w.site(ops[0], self.root, self.packed, EACH, self.how, text, load, why=why)
+        if set(ops) == {"fp4::mm"}:
+            self.w.site_of |= dict.fromkeys(self.products, site)
+        return [site]
 
     def _rewrite(self, node: fx.Node) -> str:
         """Rewrite a product, and return the operator that it became, or ""."""
@@ -376,6 +383,7 @@ class EveryUse:
                 self.made[key] = self.w.product(
                     "mm", self.made[given], weight, packed.spec, value(node).dtype
                 )
+                self.products.append(self.made[key])
             out = self._cut(self.made[key], 1, rows, operand)
             if bias is not None:
                 out = self.w.call(aten.add.Tensor, out, bias)

@@ -82,6 +82,8 @@ class Writer:
         self.gm, self.options, self.facts = gm, options, facts
         self.slots: dict[tuple[tuple[fx.Node, ...], Spec], tuple[fx.Node, ...]] = {}
         self.written: set[fx.Node] = set()
+        self.site_of: dict[fx.Node, Site] = {}
+        """The site of each `fp4::mm`."""
         self.replaced: dict[fx.Node, fx.Node] = {}
         self.inputs = list(gm.graph.find_nodes(op="placeholder"))
         self._last_input = self.inputs[-1]

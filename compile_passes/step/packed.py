@@ -18,6 +18,8 @@ from ..graph.nodes import arguments, aten, is_op, is_tensor, item, value
 
 fp4 = torch.ops.fp4
 
+PACKED_LINEARS = "fp4::packed_linears"
+
 
 @dataclass(frozen=True)
 class _Product:
@@ -42,22 +44,21 @@ class _Product:
         return *self.options.values(), value(_source(self.arguments["b_scale"])).dtype
 
 
-def write_packed_linears(graph: fx.Graph, written: Collection[fx.Node]) -> list[str]:
+def write_packed_linears(graph: fx.Graph, written: Collection[fx.Node]) -> set[fx.Node]:
     """Rewrites rows that are quantised to int8 for products only, and these products. The bits stay.
 
-    written: inputs that the graph writes to, which cannot be weights. Returns a sentence that says how many
-    calls there are.
+    written: inputs that the graph writes to, which cannot be weights. Returns the products, which the graph
+    no longer has.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    done = 0
+    done: set[fx.Node] = set()
     for rows in graph.find_nodes(op="call_function", target=fp4.quantize_int8.default):
         products = sorted(_products(rows), key=lambda p: order[p.node])
         operands = [t for p in products for t in p.weight if t is not None]
         if products and all(order[t] < order[rows] and t not in written for t in map(_source, operands)):
             _write(graph, rows, products)
-            done += 1
-    what = "products of the same rows and 4-bit weights are one call (fp4::packed_linears)"
-    return [f"decoding step ({done}x): {what}"] if done else []
+            done |= {product.node for product in products}
+    return done
 
 
 def _source(operand: fx.Node) -> fx.Node:

@@ -476,7 +476,7 @@ def test_models_with_attention_in_4_bits():
     (graph,) = (g.graph for g in recorder.graphs)
     calls = graph.find_nodes(op="call_function", target=SDPA)
     assert [c.kwargs["enable_gqa"] for c in calls] == [True] * 2
-    assert recorder.ops.count("fp4::mm") == 9
+    assert recorder.ops.count("fp4::packed_linears") == 9
     rows = graph.find_nodes(op="call_function", target=torch.ops.fp4.packed_linears.default)
     assert len(rows) == 5  # in each layer those of q, k and v, those of o; the head's
 

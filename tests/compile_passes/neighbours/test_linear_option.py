@@ -49,7 +49,7 @@ def test_int8_activations():
     x = torch.randn(7, 34)
     with torch.no_grad():
         got, plain = torch.compile(net, backend=recorder)(x), net(x)
-    assert recorder.ops == ["fp4::mm"] * 2
+    assert recorder.ops == ["fp4::packed_linears"] * 2
     assert 1e-3 < relative_error(got, plain) < 0.2
 
 

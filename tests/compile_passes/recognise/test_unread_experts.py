@@ -47,7 +47,7 @@ def test_a_step_between_the_products_is_named(step):
     module = Towers(BETWEEN[step]).eval()
     (site,) = fp4_ops.explain(module, torch.randn(7, 32)).sites
     assert (
-        site.op == "fp4::mm"
+        site.op == "fp4::packed_linears"
         and site.reason.startswith(f"not one operator: {step}")
         and site.reason.endswith("of an expert is no activation")
     )

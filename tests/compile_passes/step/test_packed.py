@@ -58,7 +58,7 @@ class Layer(torch.nn.Module):
 
 def ran(layer: Layer, rows: int = 2, dynamic: bool = False) -> OnePass:
     torch._dynamo.reset()
-    one = OnePass(lambda graph: write_packed_linears(graph, _written(graph)))
+    one = OnePass(lambda graph: list(map(str, write_packed_linears(graph, _written(graph)))))
     x = torch.randn(rows, K).bfloat16()
     with torch.no_grad():
         before = {name: t.clone() for name, t in layer.state_dict().items()}
@@ -80,10 +80,7 @@ def test_three_products_are_one_call(format, dynamic):
     one = ran(Layer(format), dynamic=dynamic)
     (call,) = one.calls(fp4.packed_linears.default)
     assert not one.calls(fp4.mm.default) and not one.calls(fp4.quantize_int8.default)
-    assert len(call.args[1]) == 3 and call.kwargs["a_format"] == "int8"
-    assert one.said == [
-        "decoding step (1x): products of the same rows and 4-bit weights are one call (fp4::packed_linears)"
-    ]
+    assert len(call.args[1]) == len(one.said) == 3 and call.kwargs["a_format"] == "int8"
 
 
 @pytest.mark.parametrize("kind", ["also read", "changed rows", "two dtypes", "written"])
@@ -101,13 +98,11 @@ def test_a_prepared_model_has_one_call_for_q_k_v(fresh_dynamo, monkeypatch):
     with torch.no_grad():
         got = torch.compile(model, backend=recorder)(x, use_cache=False).logits
         torch._dynamo.reset()
-        monkeypatch.setattr(passes, "write_packed_linears", lambda graph, written: [])
+        monkeypatch.setattr(passes, "write_packed_linears", lambda graph, written: set())
         want = torch.compile(model, backend=Recorder())(x, use_cache=False).logits
     calls = [n for g in recorder.graphs for n in g.graph.nodes if n.target is fp4.packed_linears.default]
     layers = model.config.num_hidden_layers
     assert sorted(len(n.args[1]) for n in calls) == sorted([3, 1] * layers + [1])  # q, k, v; o; the head
     assert not any(n.target is fp4.mm.default for g in recorder.graphs for n in g.graph.nodes)
+    assert sorted(recorder.ops) == ["fp4::moe"] * layers + ["fp4::packed_linears"] * (4 * layers + 1)
     assert torch.equal(got, want)
-    assert f"decoding step ({2 * layers + 1}x): products of the same rows" in " ".join(
-        recorder.frames[0].also
-    )
