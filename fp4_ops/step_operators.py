@@ -9,4 +9,3 @@ from .backends import anywhere
 _LIBRARY = Library("fp4", "IMPL")
 _LIBRARY.impl("moe_slots", anywhere.moe_slots, "CPU")
 _LIBRARY.impl("top_experts", anywhere.top_experts, "CPU")
-_LIBRARY.impl("update_cache", anywhere.update_cache, "CPU")

@@ -2,7 +2,9 @@
 the norms of queries and keys, their rotary position embedding, and the write of keys and values to a static
 cache.
 
-Inductor makes four kernels of this in a decoding step. Each is short and waits for the one before it.
+On a GPU, Inductor makes four kernels of this in a decoding step. Each is short and waits for the one before
+it. On a CPU it makes one function, which computes the cosine and the sine of each angle again for each head
+of each layer, and stores both halves of each head between two loops.
 
 transformers' static cache also adds the number of new tokens to a counter of each layer. Inductor makes a
 kernel of each addition, because nothing else reads the sums. `write_counters` makes one kernel of all.
@@ -40,15 +42,15 @@ from .norm import Norm, NotRead, read_norm
 
 fp4 = torch.ops.fp4
 
-DTYPES = (torch.bfloat16, torch.float16)
+DTYPES = {"cuda": (torch.bfloat16, torch.float16), "cpu": (torch.bfloat16,)}
 HEAD_SIZES = (64, 128, 256)
 MAX_TOKENS = 256
 """Most tokens. For more, Inductor's kernels are as fast."""
 
 
 def runs(device: torch.device) -> bool:
-    """True for a Hopper GPU on which the kernel passed the check of its first use."""
-    return native.is_hopper(device) and update_cache_kernel(device.index or 0)
+    """True for a CPU, and for a Hopper GPU on which the kernel passed the check of its first use."""
+    return device.type == "cpu" or (native.is_hopper(device) and update_cache_kernel(device.index or 0))
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,12 @@ def _start(places: Any) -> fx.Node | None:
 def _rotated(node: fx.Node) -> _Rotated | None:
     if not is_op(node, aten.add, aten.cat) or not is_tensor(node):
         return None
-    if value(node).dim() != 4 or value(node).dtype not in DTYPES:
+    dtype, device = value(node).dtype, value(node).device
+    if value(node).dim() != 4 or dtype not in DTYPES.get(device.type, ()):
         return None
     b, _, s, d = map(static_int, shape(node))
     few = b is not None and s is not None and 0 < b * s <= MAX_TOKENS
-    if not few or d not in HEAD_SIZES or not runs(value(node).device):
+    if not few or d not in HEAD_SIZES or not runs(device):
         return None
     found = _as_a_sum(node, d) if is_op(node, aten.add) else _as_halves(node, d)
     if found is None:
@@ -184,13 +187,17 @@ def _rotated(node: fx.Node) -> _Rotated | None:
     if cos is None or sin is None or not swaps_heads(x):
         return None
     heads = operand(x)
-    try:
-        norm = read_norm(heads)
-    except NotRead:
-        norm = None
+    norm = _norm(heads)
     if norm is not None and norm.in_float:
         norm = None
     return _Rotated(node, heads, norm, cos, sin)
+
+
+def _norm(node: fx.Node) -> Norm | None:
+    try:
+        return read_norm(node)
+    except NotRead:
+        return None
 
 
 def _as_a_sum(node: fx.Node, d: int) -> tuple[fx.Node, Any, Any] | None:
@@ -286,12 +293,18 @@ def _angles(node: Any, rotated: fx.Node, size: int) -> fx.Node | None:
 
 
 def _product(x: fx.Node) -> fx.Node:
-    """Follows x back to what the queries and keys of a layer share: fp4::linears, or the product's rows."""
+    """Follows x back to what the queries and keys of a layer share: the rows that products read, or what is
+    split into heads. This only finds the queries of some keys. The proof does not need it.
+    """
     x = strip(x)
+    norm = _norm(x)  # of the whole projection
+    x = x if norm is None else strip(norm.x)
     if item(x) is not None:
-        return operand(x)
-    if is_op(x, aten.mm, aten.addmm):
-        return strip(operand(x, 1 if is_op(x, aten.addmm) else 0))
+        made = operand(x)
+        return strip(operand(made)) if is_op(made, fp4.linears) else made
+    if is_op(x, aten.mm, aten.addmm, fp4.mm):
+        rows = strip(operand(x, 1 if is_op(x, aten.addmm) else 0))
+        return rows if item(rows) is None else operand(rows)  # fp4::quantize_int8 makes rows and scales
     return x
 
 

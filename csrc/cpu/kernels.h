@@ -136,6 +136,11 @@ struct Kernels {
   // out [n] = the sum of weights[j] * x[indices[j]], for j < count; x [.., n].
   void (*weighted_sum)(const void* x, DType dtype, const int64_t* indices, const float* weights,
                        int64_t count, int64_t n, float* out);
+  // out [size] = x * cos + (-x[size / 2:], x[:size / 2]) * sin, for x that is normed first, unless
+  // norm_weight is null. All have one dtype, and each operation rounds to it, as a model's operators do.
+  // `scratch` has room for `size` values.
+  void (*rotate)(const void* x, const void* norm_weight, float eps, const void* cos, const void* sin,
+                 DType dtype, int64_t size, float* scratch, void* out);
 };
 
 extern const Kernels kScalarKernels, kAvx2Kernels, kAvx512Kernels;

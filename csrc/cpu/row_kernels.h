@@ -22,6 +22,7 @@ constexpr Kernels with_row_kernels(Kernels kernels) {
   kernels.dot = dot_rows;
   kernels.exponentiate = exponentiate_row;
   kernels.weighted_sum = weighted_sum;
+  kernels.rotate = rotate_row;
   return kernels;
 }
 

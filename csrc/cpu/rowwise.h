@@ -350,6 +350,42 @@ inline void dot_rows(const float* x, int64_t stride, int count, const void* w, D
   });
 }
 
+// Returns what a model has after a result was stored as `dtype`.
+template <DType dtype>
+inline float rounded(float v) {
+  if constexpr (dtype == DType::bf16) return bf16_to_float(float_to_bf16(v));
+  if constexpr (dtype == DType::f16) return f16_to_float(float_to_f16(v));
+  return v;
+}
+
+template <DType dtype>
+[[gnu::always_inline]] inline void rotate_as(const void* x, const void* norm_weight, float eps,
+                                             const void* cos, const void* sin, int64_t size, float* scratch,
+                                             void* out) {
+  for (int64_t i = 0; i < size; ++i) scratch[i] = load_as_float<dtype>(x, i);
+  if (norm_weight != nullptr) {
+    float squares;
+    dot_of<DType::f32, 1>(scratch, size, scratch, size, &squares);
+    const float factor = 1.f / std::sqrt(squares / float(size) + eps);
+    for (int64_t i = 0; i < size; ++i)
+      scratch[i] = rounded<dtype>(load_as_float<dtype>(norm_weight, i) * rounded<dtype>(scratch[i] * factor));
+  }
+  const int64_t half = size / 2;
+  const auto turn = [&](int64_t at, const float* plain, const float* turned, float sign) {
+    for (int64_t i = 0; i < half; ++i)
+      store_float<dtype>(out, at + i,
+                         rounded<dtype>(plain[i] * load_as_float<dtype>(cos, at + i)) +
+                             rounded<dtype>(sign * turned[i] * load_as_float<dtype>(sin, at + i)));
+  };
+  turn(0, scratch, scratch + half, -1.f);
+  turn(half, scratch + half, scratch, 1.f);
+}
+
+inline void rotate_row(const void* x, const void* norm_weight, float eps, const void* cos, const void* sin,
+                       DType dtype, int64_t size, float* scratch, void* out) {
+  with_dtype(dtype, [&](auto d) { rotate_as<d.value>(x, norm_weight, eps, cos, sin, size, scratch, out); });
+}
+
 // x = e^(x - top). Returns the sum.
 inline float exponentiate_row(float* x, int64_t count, float top) {
   for (int64_t i = 0; i < count; ++i) x[i] = exp_float(x[i] - top);

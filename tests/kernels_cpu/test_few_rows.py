@@ -1,5 +1,5 @@
-"""Linear layers of few rows and attention over a cache on the CPU, against float64, with every kernel family
-that this processor has.
+"""Linear layers of few rows, the update of a cache and attention over it on the CPU, against float64, with
+every kernel family that this processor has.
 
 A process chooses its kernels at its first call. So each family runs in another process, which runs this file
 as a script.
@@ -99,6 +99,51 @@ def check_attention(dtype: torch.dtype) -> None:
             assert not got.any()
 
 
+def rotated(x: torch.Tensor, norm: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Computes in float64 what a model computes, and rounds where a model rounds."""
+    y = x.double()
+    if norm is not None:
+        y = rounded(y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + 1e-5), x.dtype)
+        y = rounded(y * norm.double(), x.dtype)
+    low, high = y.chunk(2, -1)
+    turned = torch.cat((-high, low), -1)
+    cos, sin = (t.double().unsqueeze(2) for t in (cos, sin))
+    return rounded(rounded(y * cos, x.dtype) + rounded(turned * sin, x.dtype), x.dtype)
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor in another order of memory: as it is, in one in three with heads before tokens, in
+    one in three with a head's values apart."""
+    dims = random.choice(((0, 1), (1, 2), (2, 3)))
+    return x.transpose(*dims).clone(memory_format=torch.contiguous_format).transpose(*dims)
+
+
+def check_update_cache(dtype: torch.dtype) -> None:
+    """The caches have room on both sides of what is written. What is there stays to the bit."""
+    b, tokens, heads = (random.choice((1, 2, 3)) for _ in range(3))
+    size, value_size = random.choice((2, 6, 34, 64, 96, 128)), random.choice((1, 5, 64))
+    length = tokens + random.randint(0, 5)
+    start = random.randint(0, length - tokens)
+    q, k = (apart(torch.randn(b, tokens, n, size).to(dtype)) for n in (random.choice((1, 7, 40)), heads))
+    v = apart(torch.randn(b, tokens, heads, value_size).to(dtype))
+    angle = torch.rand(random.choice((1, b)), tokens, size) * 6
+    cos, sin = apart(angle.cos()[None].to(dtype))[0], angle.sin().to(dtype)
+    norms = [torch.randn(size).to(dtype) if random.random() < 0.5 else None for _ in range(2)]
+    caches = [apart(torch.full((b, heads, length, d), torch.nan).to(dtype)) for d in (size, value_size)]
+    place = torch.tensor(start, dtype=random.choice((torch.int32, torch.int64)))
+    got = torch.ops.fp4.update_cache(q, k, v, cos, sin, *norms, 1e-5, *caches, place)
+    keys, values = (cache[:, :, start : start + tokens].transpose(1, 2) for cache in caches)
+    assert torch.equal(values, v) and got.is_contiguous()
+    for a, x, norm in ((got, q, norms[0]), (keys, k, norms[1])):
+        want = rotated(x, norm, cos, sin)
+        if norm is None and dtype != torch.float32:
+            assert torch.equal(a.double(), want)
+        close(a.contiguous(), want, want)
+    for cache in caches:
+        rest = [i for i in range(length) if not start <= i < start + tokens]
+        assert cache[:, :, rest].isnan().all()
+
+
 def run_all(capability: str, seed: int, draws: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
@@ -107,6 +152,7 @@ def run_all(capability: str, seed: int, draws: int) -> None:
         for _ in range(draws):
             check_linears(dtype)
             check_attention(dtype)
+            check_update_cache(dtype)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -140,6 +186,38 @@ def test_a_number_that_is_none_reaches_the_result():
     keys[0, 1, 66, 2] = torch.nan
     got = torch.ops.fp4.attention(q, keys, values, None, 1.0)
     assert got[0, 0, 1].isnan().all() and got[0, 0, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_many_heads_share_threads_and_keep_their_bits(threads):
+    """The heads of one sequence run on one thread, those of 16 on several."""
+    q, k, v = (torch.randn(16, 1, n, 128).bfloat16() for n in (32, 4, 4))
+    cos, sin = (torch.randn(16, 1, 128).bfloat16() for _ in range(2))
+    norms = [torch.randn(128).bfloat16() for _ in range(2)]
+    caches = [torch.zeros(16, 4, 3, 128).bfloat16() for _ in range(2)]
+    alone = [cache.clone() for cache in caches]
+    place, before = torch.tensor(1), torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = torch.ops.fp4.update_cache(q, k, v, cos, sin, *norms, 1e-6, *caches, place)
+        for i in range(16):
+            one = slice(i, i + 1)
+            given = [t[one] for t in (q, k, v, cos, sin)]
+            parts = [cache[one] for cache in alone]
+            y = torch.ops.fp4.update_cache(*given, *norms, 1e-6, *parts, place)
+            assert torch.equal(y, got[one])
+    finally:
+        torch.set_num_threads(before)
+    assert all(map(torch.equal, caches, alone)) and caches[0][:, :, 1].any()
+
+
+@pytest.mark.parametrize("start", [-1, 4, 1 << 40])
+def test_places_outside_a_cache_are_refused_before_anything_is_written(start):
+    heads, angles = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 8)
+    caches = [torch.zeros(1, 1, 5, 8) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=f"start is {start}; keys has room for 5 tokens, and q has 2"):
+        torch.ops.fp4.update_cache(*[heads] * 3, *[angles] * 2, None, None, 0.0, *caches, torch.tensor(start))
+    assert not any(cache.any() for cache in caches)
 
 
 if __name__ == "__main__":

@@ -6,12 +6,18 @@ import random
 
 import pytest
 import torch
-from conftest import SEED
-from moe_models import relative_error
+from conftest import SEED, more
+from families import tiny
+from moe_models import relative_error, tokens
 from one_pass import OnePass
+from recorder import Recorder
+from torch._inductor.utils import run_and_get_code
 
+import fp4_ops
 from fp4_ops.compile_passes.step import cache
+from fp4_ops.meta.torch_internals import compile_fx
 
+expecttest = pytest.importorskip("expecttest")
 aten, fp4 = torch.ops.aten, torch.ops.fp4
 BF16 = torch.bfloat16
 D, HIDDEN, LENGTH = 64, 32, 6
@@ -21,8 +27,9 @@ Q, K = 4, 2
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
-    """The CPU stands for a GPU with the kernel."""
+    """The CPU stands for a GPU with the kernel, too."""
     monkeypatch.setattr(cache, "runs", lambda device: True)
+    monkeypatch.setitem(cache.DTYPES, "cpu", cache.DTYPES["cuda"])
 
 
 def norm(x, weight, eps=1e-6):
@@ -47,7 +54,7 @@ class Layer(torch.nn.Module):
 
         for name, n in (("wq", Q), ("wk", K), ("wv", K)):
             held(name, n * D, HIDDEN)
-        held("nq", D), held("nk", D)
+        held("nq", D), held("nk", D), held("nwq", Q * D), held("nwk", K * D)
         angles = D // 2 if kind.startswith("halves") else D
         held("cos", 1, tokens, angles), held("sin", 1, tokens, angles)
         held("keys", sequences, K, LENGTH, D), held("values", sequences, K, LENGTH, D)
@@ -98,8 +105,12 @@ class Layer(torch.nn.Module):
     def forward(self, x):
         kind = self.kind
         cos, sin = self.cos.unsqueeze(1), self.sin.unsqueeze(1)
-        q, k = norm(self.heads(x, self.wq), self.nq), self.heads(x, self.wk)
-        if self.k_norm:
+        q, k = self.heads(x, self.wq), self.heads(x, self.wk)
+        if kind == "whole norm":
+            q, k = (norm(y.flatten(2), w).view(y.shape) for y, w in ((q, self.nwq), (k, self.nwk)))
+        else:
+            q = norm(q, self.nq)
+        if self.k_norm and kind != "whole norm":
             k = norm(k, self.nk, 1e-3 if kind == "two epsilons" else 1e-6)
         v = self.heads(x, self.wv).transpose(1, 2)
         q = self.rotated(q.transpose(1, 2), cos, sin)
@@ -119,8 +130,11 @@ class Layer(torch.nn.Module):
             self.count.add_(self.tokens)
         if kind == "k read":
             before = before + k.float().sum()
-        y = torch.softmax((q.unflatten(1, (K, -1)) @ self.keys.unsqueeze(2).mT).float(), -1).to(x.dtype)
-        return y @ self.values.unsqueeze(2) + before
+        return self.attended(q) + before
+
+    def attended(self, q):
+        y = torch.softmax((q.unflatten(1, (K, -1)) @ self.keys.unsqueeze(2).mT).float(), -1).to(q.dtype)
+        return y @ self.values.unsqueeze(2)
 
 
 def run(layer: Layer) -> OnePass:
@@ -154,6 +168,13 @@ def test_a_layer_is_one_call(k_norm, dtype):
     ]
     left = {n.target for n in done.graph.nodes}
     assert not left & {aten.index_copy.default, aten.cat.default, aten.rsqrt.default}
+
+
+def test_a_norm_of_the_whole_projection_stays_before_it():
+    done = run(Layer("whole norm"))
+    (call,) = updates(done)
+    assert call.args[5:7] == (None, None)
+    assert len([n for n in done.graph.nodes if n.target is aten.rsqrt.default]) == 2
 
 
 def test_several_tokens_of_a_sequence():
@@ -284,6 +305,118 @@ def test_other_sizes_stay():
     assert not updates(run(layer))
 
 
-def test_only_a_hopper_gpu_runs_it(monkeypatch):
+def test_a_step_on_the_cpu(monkeypatch):
+    """As users have it: bfloat16. The kernel rounds where the model does, so without norms the bits are the
+    same."""
     monkeypatch.undo()
-    assert not cache.runs(torch.device("cpu"))
+    assert cache.runs(torch.device("cpu"))
+    assert len(updates(run(Layer()))) == 1
+    assert not updates(run(Layer(dtype=torch.float16)))
+
+
+class ByOperator(Layer):
+    """Its attention copies no cache: it is fp4::attention."""
+
+    def attended(self, q):
+        return fp4.attention(q.transpose(1, 2), self.keys, self.values, None, 0.1)
+
+
+def through_inductor(layer: Layer, **options: object) -> str:
+    """Runs the rewritten layer for two steps, and returns Inductor's code."""
+    torch._dynamo.reset()
+    one = OnePass(cache.write_caches)
+
+    def backend(gm, inputs):
+        one(gm, inputs)
+        return compile_fx(torch.fx.GraphModule(gm, one.graph), inputs, config_patches=options)
+
+    held = {name: x.clone() for name, x in layer.state_dict().items()}
+    with torch.no_grad():
+        want = [layer(layer.x), layer(layer.x * 2)]
+        after = {name: x.clone() for name, x in layer.state_dict().items()}
+        layer.load_state_dict(held)
+        compiled = torch.compile(layer, backend=backend, fullgraph=True)
+        first, (code,) = run_and_get_code(compiled, layer.x)
+        got = [first, compiled(layer.x * 2)]
+    assert len(updates(one)) == 1
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b.double()) < 1e-2
+    for name, x in layer.state_dict().items():
+        assert torch.allclose(x.double(), after[name].double(), rtol=1e-2, atol=1e-2), name
+    return code
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cpp_wrapper", [False, more(True)])
+def test_inductor_copies_no_cache(cpp_wrapper):
+    """The operator writes to the model's own caches. Nothing that Inductor makes is as large as a cache."""
+    layer = ByOperator(sequences=2)
+    code = through_inductor(layer, cpp_wrapper=cpp_wrapper)
+    assert "update_cache" in code and "index_copy" not in code
+    assert "clone" not in code and "auto_functionalized" not in code
+    large = f"empty_strided_cpu((2, {K}, {LENGTH}, {D})"
+    assert large not in code and large.replace(f"{K}, ", f"{K}L, ") not in code
+
+
+class TestGolden(expecttest.TestCase):
+    def test_a_layer(self) -> None:
+        done = run(ByOperator(sequences=1))
+        nodes = [f"{n} = {n.target}{n.args}" for n in done.graph.nodes if n.op == "call_function"]
+        text = "\n".join(nodes).replace("_default", "").replace(".default", "").replace("arg", "a")
+        self.assertExpectedInline(
+            text,
+            """\
+view = aten.view(a3_1, [-1, 32])
+t = aten.t(a2_1,)
+mm = aten.mm(view, t)
+view_1 = aten.view(mm, [1, 1, -1, 64])
+view_2 = aten.view(a3_1, [-1, 32])
+t_1 = aten.t(a4_1,)
+mm_1 = aten.mm(view_2, t_1)
+view_3 = aten.view(mm_1, [1, 1, -1, 64])
+view_4 = aten.view(a3_1, [-1, 32])
+t_2 = aten.t(a7_1,)
+mm_2 = aten.mm(view_4, t_2)
+view_5 = aten.view(mm_2, [1, 1, -1, 64])
+update_cache = fp4.update_cache(view_1, view_3, view_5, a0_1, a1_1, a5_1, a6_1, 1e-06, a10_1, a9_1, a8_1)
+transpose_int = aten.transpose.int(update_cache, 1, 2)
+add_5 = aten.add.Tensor(a8_1, 1)
+transpose_3 = aten.transpose.int(transpose_int, 1, 2)
+attention = fp4.attention(transpose_3, a10_1, a9_1, None, 0.1)
+add_6 = aten.add.Tensor(attention, 0)
+copy_ = aten.copy_(a8_1, add_5)""",
+        )
+
+
+WEIGHTS = {"experts": {}, "all": {"attention": "nvfp4", "head": "nvfp4"}}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *map(more, ("mixtral", "olmoe", "gpt_oss", "phimoe", "granitemoe"))]
+)
+def test_a_model(family, weights, monkeypatch):
+    """Under the whole backend, on a CPU, with attention in bfloat16 or in 4 bits. OLMoE norms whole
+    projections."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.undo()
+    torch._dynamo.reset()
+    model = tiny(family, hidden_size=256, head_dim=D).bfloat16()
+    fp4_ops.prepare(model, "nvfp4", **WEIGHTS[weights])
+    ids = tokens(1, 7)
+
+    def steps(step):
+        held = transformers.StaticCache(config=model.config, max_cache_len=16)
+        made = [model(ids[:, :4], past_key_values=held).logits[:, -1:]]
+        for i in range(4, 7):
+            made.append(step(ids[:, i : i + 1], past_key_values=held).logits)
+        return torch.cat(made, 1)
+
+    recorder = Recorder()
+    with torch.no_grad():
+        want, got = steps(model), steps(torch.compile(model, backend=recorder))
+    assert relative_error(got, want.double()) < 5e-2
+    layers = model.config.num_hidden_layers
+    names = [str(n.target) for n in recorder.graphs[0].graph.nodes]
+    assert names.count("fp4.update_cache.default") == layers and "aten.index_copy.default" not in names
+    assert f"decoding step ({layers}x): norms of heads, rotary" in " ".join(recorder.frames[0].also)
