@@ -21,6 +21,7 @@ from . import (
     left_frames,
     left_out,
     limits,
+    members,
     nested,
     open_counts,
     row_counts,
@@ -112,6 +113,10 @@ class Need(Enum):
         "it asks the data for elements of tensors whose values it has traced itself",
         "fold constants in tensors of integers that are made of Python's numbers",
     )
+    MEMBERS = (
+        "it answers `e in ids` with False if ids are numbers that it has as symbols",
+        "compare a number with symbols, too",
+    )
     CLASSES = (
         "it breaks the graph at one_hot(ids, n) where n is a tensor",
         "one_hot with an unbacked number of classes",
@@ -166,6 +171,8 @@ PATCHES = (
     Patch(_OPCODE, ("BINARY_SUBSCR",), known_values.subscripts, Need.KNOWN_VALUES),
     Patch(_OPCODE, ("BINARY_SLICE",), row_counts.slices, Need.NUMBERS),
     Patch(_OPCODE, ("STORE_SUBSCR", "STORE_SLICE"), row_counts.stores, Need.NUMBERS),
+    Patch(_OPCODE, ("CONTAINS_OP",), breaks_the_graph, Need.BREAKS),
+    Patch(_OPCODE, ("CONTAINS_OP",), members.contains, Need.MEMBERS),
     Patch(_OPCODE, _FORMATS, known_values.formats, Need.KNOWN_VALUES),
     Patch(_METHOD, ("tolist",), breaks_the_graph, Need.BREAKS),
     Patch(_METHOD, ("tolist",), row_counts.as_numbers, Need.NUMBERS),

@@ -118,6 +118,8 @@ def passes_order(node: fx.Node) -> bool:
     """Return whether an operator keeps the row-major sequence of elements (values and dtype)."""
     if is_op(node, *RESHAPES):
         return node.target is not aten.view.dtype
+    if not is_op(node, aten._to_copy, aten.expand, aten.slice) or not is_tensor(operand(node)):
+        return False  # an operator that a pass wrote may have no fake tensor
     if is_op(node, aten._to_copy):
         return value(node).dtype == value(operand(node)).dtype
     if is_op(node, aten.expand):

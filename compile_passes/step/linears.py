@@ -178,7 +178,7 @@ def _first_that_fit(linears: list[_Linear]) -> list[_Linear]:
 def _source(x: fx.Node, k: int) -> fx.Node:
     """Follows reshapes of x back, as long as their rows have k elements."""
     source = x
-    while passes_order(x):
+    while passes_order(x) and is_tensor(operand(x)):
         x = operand(x)
         if shape(x) and static_int(shape(x)[-1]) == k:
             source = x
