@@ -87,6 +87,14 @@ def test_what_a_build_lacks_is_said_in_one_line(block, words):
     assert re.search(words, line)
 
 
+def test_the_setuptools_of_ci_suits_every_torch():
+    """setup.py needs 77 or later, and torch 2.11 requires less than 82: `make test TORCH=torch==2.11.0`."""
+    if not (ROOT / "constraints.txt").exists():
+        pytest.skip("a source distribution has no constraints.txt")
+    (version,) = re.findall(r"^setuptools==(\d+)\.", (ROOT / "constraints.txt").read_text(), re.M)
+    assert 77 <= int(version) < 82
+
+
 @pytest.mark.more
 def test_another_machine_gets_no_flags_and_no_kernels_of_x86():
     code = "print(*(s for e in options['ext_modules'] for s in e.sources)); print(found['MACHINE'])"
