@@ -479,7 +479,11 @@ PASSES: tuple[Pass[_State], ...] = (
         when=lambda s: bool(s.options.outside) or not s.facts.fixed.isdisjoint(s.facts.stored),
     ),
     Pass("single_products", _products),
-    Pass("topk", lambda s: s.also.extend(write_topk(s.gm.graph)), when=_has_operators),
+    Pass(
+        "topk",
+        lambda s: s.also.extend(write_topk(s.gm.graph, on_cpu=_may_sum_anew(s))),
+        when=_has_operators,
+    ),
     Pass("attention", lambda s: s.also.extend(write_attention(s.gm.graph, s.fake_mode)), when=_has_operators),
     Pass("sums", lambda s: s.also.extend(write_sums(s.gm.graph)), when=_has_operators),
     Pass(

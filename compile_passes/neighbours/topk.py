@@ -1,4 +1,5 @@
-"""Rewrites a router's `topk` on a GPU, for which Inductor would call torch's own topk.
+"""Rewrites a router's `topk` on a GPU, and in a decoding step on a CPU, for which Inductor would call torch's
+own topk.
 
 torch's topk runs two kernels, one that selects and one that sorts, and no other work is fused into them. When
 one token is decoded on an H200, both together take as long as one of the layer's expert products (9 us, 128
@@ -9,6 +10,9 @@ Each warp of the kernel computes one row. On other GPUs, `topk` becomes k rounds
 of the remaining values. The rounds reduce over the same rows as the softmax, so Inductor fuses both into one
 Triton kernel. On an H100 this kernel takes 30 us for 64 rows of 128 experts. (Inductor can also generate a
 sort of whole rows. That takes twice the instructions and one more kernel.)
+
+In a decoding step on a CPU, `topk` becomes fp4::top_experts, too: one call instead of two functions of
+Inductor's and torch's topk between them.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -41,24 +46,27 @@ from ..graph.nodes import (
 fp4 = torch.ops.fp4
 
 DEVICES = ("cuda",)
+STEP_ROWS = 4
+"""The most rows of a decoding step on a CPU, as for the linear layers (step/linears.py)."""
 MAX_ROW = 512
 """For longer rows, torch's own radix selection runs."""
 MAX_K = 16
 """Each of the k rounds adds three nodes to the graph."""
 
 
-def write_topk(graph: fx.Graph) -> list[str]:
-    """Rewrites every `topk` that qualifies, and returns a text about each.
+def write_topk(graph: fx.Graph, on_cpu: bool = False) -> list[str]:
+    """Rewrites every `topk` that qualifies, and returns a text about each. on_cpu: steps on a CPU, too.
 
     The values are the same as topk's, with NaN first. Among equal values the lowest index comes first; topk
     itself promises no order.
     """
     done: Counter[tuple[int, int, bool]] = Counter()
     for node in graph.find_nodes(op="call_function", target=aten.topk.default):
-        if not _qualifies(node):
-            continue
         x, k = node.args[:2]
-        e, by_kernel = shape(x)[-1], has_kernel(value(x).device)
+        if not _qualifies(node) or not (value(x).device.type in DEVICES or (on_cpu and _is_step_on_cpu(x))):
+            continue
+        e = shape(x)[-1]
+        by_kernel = value(x).device.type not in DEVICES or has_kernel(value(x).device)
         if by_kernel:
             _write_top_experts(graph, node)
         else:
@@ -94,7 +102,7 @@ def _write_rounds(graph: fx.Graph, node: fx.Node) -> None:
 def _qualifies(node: fx.Node) -> bool:
     a = arguments(node)
     x, k = a["self"], static_int(a["k"])
-    if value(x).device.type not in DEVICES or value(x).dtype not in FLOATING or not shape(x):
+    if value(x).dtype not in FLOATING or not shape(x):
         return False
     e = static_int(shape(x)[-1])
     return (
@@ -106,6 +114,15 @@ def _qualifies(node: fx.Node) -> bool:
         and a["largest"]
         and all(item(user) is not None for user in node.users)
     )
+
+
+def _is_step_on_cpu(x: fx.Node) -> bool:
+    """True for few rows of bfloat16 logits, or of their softmax. A symbolic number counts as many."""
+    logits = _logits(x) or x
+    if value(x).device.type != "cpu" or value(logits).dtype != torch.bfloat16:
+        return False
+    sizes = [static_int(n) or STEP_ROWS + 1 for n in shape(x)[:-1]]
+    return prod(sizes) <= STEP_ROWS
 
 
 def _rounds(graph: fx.Graph, x: fx.Node, k: int, e: int) -> tuple[fx.Node, fx.Node]:

@@ -1,5 +1,5 @@
-"""Linear layers of few rows, the update of a cache and attention over it on the CPU, against float64, with
-every kernel family that this processor has.
+"""Linear layers of few rows, the update of a cache, attention over it and the choice of experts on the CPU,
+against float64, with every kernel family that this processor has.
 
 A process chooses its kernels at its first call. So each family runs in another process, which runs this file
 as a script.
@@ -144,6 +144,28 @@ def check_update_cache(dtype: torch.dtype) -> None:
         assert cache[:, :, rest].isnan().all()
 
 
+def check_top_experts(dtype: torch.dtype) -> None:
+    """Among equal logits the lowest index comes first, and NaN before all."""
+    experts = random.choice((1, 5, 33, 128, 512))
+    k = random.randint(1, min(experts, 20))
+    logits = apart(torch.randn(2, random.choice((1, 3, 200)), 1, experts)).to(dtype)
+    logits = logits.mul(4).round() if random.random() < 0.5 else logits
+    softmax, normalize = random.random() < 0.5, random.random() < 0.5
+    if normalize and not softmax:
+        logits = logits.abs() + 1  # else the sum cancels
+    out_dtype = random.choice((None, *EPSILON))
+    weights, ids = torch.ops.fp4.top_experts(
+        logits, k, softmax=softmax, normalize=normalize, out_dtype=out_dtype
+    )
+    want = logits.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+    assert torch.equal(ids, want) and weights.dtype == (out_dtype or dtype)
+    scores = (logits.double().softmax(-1) if softmax else logits.double()).gather(-1, want)
+    scores = scores / scores.sum(-1, keepdim=True) if normalize else scores
+    close(weights, scores, scores)
+    logits[..., -1] = torch.nan
+    assert (torch.ops.fp4.top_experts(logits, k)[1][..., 0] == experts - 1).all()
+
+
 def run_all(capability: str, seed: int, draws: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
@@ -153,6 +175,7 @@ def run_all(capability: str, seed: int, draws: int) -> None:
             check_linears(dtype)
             check_attention(dtype)
             check_update_cache(dtype)
+            check_top_experts(dtype)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -133,9 +133,29 @@ def test_ids_alone():
     assert options(gm) == (True, False, torch.float32) and others(gm) == []
 
 
-def test_only_a_hopper_gpu_runs_it(monkeypatch):
+def written_on_cpu(router, *shape: int, dtype=BF16, dynamic: bool = False) -> int:
+    """Returns how many calls a step on a CPU has, as users have it."""
+    x = torch.rand(shape).argsort(-1).to(dtype) / 4
+    gm = make_fx(lambda x: router(x), decomposition_table={}, tracing_mode="symbolic" if dynamic else "real")(
+        x
+    )
+    write_topk(gm.graph, on_cpu=True)
+    gm.recompile()
+    for got, want in zip(gm(x), router(x), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-6)
+    return len(gm.graph.find_nodes(op="call_function", target=fp4.top_experts.default))
+
+
+def test_a_step_on_the_cpu(monkeypatch):
     monkeypatch.undo()
-    assert not topk.has_kernel(torch.device("cpu"))
+    assert written_on_cpu(qwen3, 1, 128) == written_on_cpu(gpt_oss, 4, 32) == 1
+    assert written_on_cpu(qwen3, 2, 2, 16) == 1
+    assert written_on_cpu(qwen3, 5, 32) == 0 and written_on_cpu(qwen3, 2, 32, dynamic=True) == 0
+    assert written_on_cpu(qwen3, 1, 32, dtype=torch.float32) == 0
+    assert written_on_cpu(lambda x: torch.topk(x.float().sigmoid(), 3), 1, 32) == 0
+    assert written_on_cpu(lambda x: torch.topk(x, 3, largest=False), 1, 32) == 0
+    gm = make_fx(lambda x: qwen3(x), decomposition_table={})(torch.randn(1, 32).to(BF16))
+    assert write_topk(gm.graph) == []
 
 
 class TestGolden(expecttest.TestCase):

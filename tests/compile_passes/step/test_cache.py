@@ -10,7 +10,7 @@ from conftest import SEED, more
 from families import tiny
 from moe_models import relative_error, tokens
 from one_pass import OnePass
-from recorder import Recorder
+from recorder import Recorder, token_errors
 from torch._inductor.utils import run_and_get_code
 
 import fp4_ops
@@ -415,7 +415,7 @@ def test_a_model(family, weights, monkeypatch):
     recorder = Recorder()
     with torch.no_grad():
         want, got = steps(model), steps(torch.compile(model, backend=recorder))
-    assert relative_error(got, want.double()) < 5e-2
+    assert token_errors(got, want)[0] < 5e-2
     layers = model.config.num_hidden_layers
     names = [str(n.target) for n in recorder.graphs[0].graph.nodes]
     assert names.count("fp4.update_cache.default") == layers and "aten.index_copy.default" not in names

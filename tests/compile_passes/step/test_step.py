@@ -111,7 +111,7 @@ def test_other_kernels_whose_first_use_is_wrong_are_not_used(hopper, monkeypatch
         first_use.forget()
         first_use.cache_file().unlink(missing_ok=True)
         assert runs(torch.device("cuda", 1)) is (found < trust.BOUND)
-    assert runs(torch.device("cpu")) is False
+    assert runs(torch.device("cpu")) is (runs is cache.runs)  # whose kernel for a CPU needs no check
 
 
 @pytest.fixture(autouse=True)
@@ -568,7 +568,8 @@ def test_a_model_that_was_prepared_as_batch_invariant_keeps_torchs_sums():
     for invariant in (False, True):
         model = tiny("mixtral", hidden_size=128).to(BF16).eval()
         fp4_ops.prepare(model, batch_invariant=invariant)
-        assert any("fp4::linears" in text for text in said_of_a_step(model)) is not invariant
+        said = " ".join(said_of_a_step(model))
+        assert ("fp4::linears" in said, "fp4::top_experts" in said) == (not invariant, not invariant)
 
 
 @pytest.mark.more
