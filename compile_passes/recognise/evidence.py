@@ -89,6 +89,14 @@ class _Carrier:
     dim: int
     part: int | None = None
     """The part of that dimension that counts experts, if a view splits it."""
+    of_rows: bool = False
+    """Whether the tensor holds the rows of experts' outputs. Only its last dimension are columns then; the
+    others, such as that of a batch, belong to the rows."""
+
+    def columns(self, ref: Ref) -> set[Axis]:
+        """Return the axes of an element's columns, or of its inner dimension, which is summed."""
+        index = ref.index[-1:] if self.of_rows else ref.index
+        return {axis for i in index for axis in free_axes(i)} - free_axes(self.expert(ref))
 
     def expert(self, ref: Ref) -> Term:
         index = ref.index[self.dim]
@@ -460,7 +468,7 @@ class Evidence:
                 if not isinstance(w, Ref) or w.node is not carrier.node:
                     continue
                 e = free_axes(carrier.expert(w))
-                columns = (free_axes(w) - e) & out
+                columns = carrier.columns(w) & out
                 if not e & set(t.axes) or e & out or not columns:
                     continue
                 for f in (f for m in walk(t.body) for f in flatten(m, Mul) if isinstance(m, Mul)):
@@ -563,5 +571,5 @@ def _carrier_of_places(m: Mixture) -> _Carrier:
             own.append(tokens.pop(0))
             total = own[-1].size if len(own) == 1 else total * own[-1].size  # type: ignore[operator]
         if m.common.place in own:
-            return _Carrier(m.root, dim, own.index(m.common.place) if len(own) > 1 else None)
-    return _Carrier(m.root, 0)
+            return _Carrier(m.root, dim, own.index(m.common.place) if len(own) > 1 else None, of_rows=True)
+    return _Carrier(m.root, 0, of_rows=True)
