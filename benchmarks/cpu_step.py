@@ -2,12 +2,18 @@
 bits.
 
     python benchmarks/cpu_step.py [--layers N] [--formats nvfp4] [--threads 16] [--prefill 512]
+                                  [--bench build/bin/llama-bench --folder /dev/shm]
 
 The model has random bfloat16 weights and a static cache that holds 100 tokens, and runs with batch 1 under
 torch.compile(backend="fp4"). Its layers hold equal numbers in memory of their own. The time of a step is the
 median of 40. First, each variant's logits are compared with those of the same model with dequantised weights;
 that model has one layer. `--prefill` also times an uncompiled prompt of this number of tokens, as `generate`
 runs it.
+
+With `--bench`, llama.cpp's steps take turns with ours, because the speed of a virtual machine changes. It has
+as many layers of this model, and as many threads. llama-bench is its program (see llama_cpp.py). It reads a
+file of random blocks that `gguf_models` writes into the folder. The times of a row are medians over the
+rounds, and `speedup` is the median of llama.cpp's time divided by ours of the same round.
 
     experts     fp4_ops.prepare(model, format): everything else is bf16
     whole       prepare(model, format, attention=format, head=format)
@@ -19,10 +25,14 @@ import argparse
 import copy
 import gc
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import cpu_machine
+import gguf_models
+import llama_cpp
 import record
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
@@ -32,6 +42,8 @@ from fp4_ops.host_memory import use_huge_pages
 from fp4_ops.models.outside_experts import find_outside, kind_of
 
 ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 100
+ROUNDS = 5
+"""As often llama.cpp and fp4_ops take turns."""
 VOCABULARY = 151936
 SIZES = dict(
     hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
@@ -134,6 +146,36 @@ def prefill_ms(model: Qwen3MoeForCausalLM, tokens: int) -> float:
     return 1e3 * statistics.median(times[1:])
 
 
+class Peer:
+    """llama.cpp with the same layers on the CPU, in Q4_K_M."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.folder = tempfile.TemporaryDirectory(dir=args.folder)
+        file = Path(self.folder.name, "qwen3-30b.gguf")
+        self.words = [str(args.bench), "-m", str(file), "-ngl", "0", "-t", str(args.threads)]
+        self.gb = gguf_models.write(file, gguf_models.MODELS["qwen3-30b"], args.layers) / 1e9
+
+    def ms(self, *test: str) -> float:
+        ((found, _),) = llama_cpp.bench([*self.words, *test], False, [])
+        record.ELSEWHERE["llama.cpp"] = found["build_commit"]
+        return found["avg_ns"] / 1e6
+
+    def step_ms(self) -> float:
+        steps = llama_cpp.STEPS
+        return self.ms("-p", "0", "-n", str(steps), "-d", str(CONTEXT)) / steps
+
+    def prefill_ms(self, tokens: int) -> float:
+        return self.ms("-p", str(tokens), "-n", "0")
+
+
+def in_turn(model: Qwen3MoeForCausalLM, peer: Peer) -> dict[str, float]:
+    """Measures steps of both, in rounds."""
+    rounds = [{**step_ms(model), "llama_cpp_ms": peer.step_ms()} for _ in range(ROUNDS)]
+    times = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+    times["speedup"] = statistics.median(r["llama_cpp_ms"] / r["ms"] for r in rounds)
+    return {**times, "llama_cpp_gb": peer.gb}
+
+
 def gigabytes(model: torch.nn.Module) -> float:
     held = {t.data_ptr(): t.nbytes for t in (*model.parameters(), *model.buffers())}
     return sum(held.values()) / 1e9
@@ -144,11 +186,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--formats", default="nvfp4")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prefill", type=int, default=0)
+    parser.add_argument("--bench", type=Path, help="llama-bench of a build of llama.cpp")
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for llama.cpp's file")
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.set_num_threads(args.threads)
     yield cpu_machine.bandwidth(args.threads)
+    peer = Peer(args) if args.bench else None
     for format in args.formats.split(","):
         for variant in KINDS:
             yield check(format, variant)
@@ -161,11 +206,12 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
             gb = gigabytes(model)
             if args.prefill:
                 ms = prefill_ms(model, args.prefill)
+                theirs = {"llama_cpp_ms": peer.prefill_ms(args.prefill)} if peer else {}
                 yield {
                     "table": "prefill", **names, "tokens": args.prefill, "ms": ms,
-                    "tokens_per_s": 1e3 * args.prefill / ms,
+                    "tokens_per_s": 1e3 * args.prefill / ms, **theirs,
                 }  # fmt: skip
-            times = step_ms(model)
+            times = in_turn(model, peer) if peer else step_ms(model)
             yield {"table": "step", **names, **times, "tokens_per_s": 1e3 / times["ms"], "gb": gb}
         del model
         gc.collect()
