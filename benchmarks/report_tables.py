@@ -306,6 +306,14 @@ def compile_loop() -> str:
 
 
 @table
+def compile_traced() -> str:
+    name = "compile_time_traced_cpu"
+    keys = ("experts", "dynamo_s", "passes_s")
+    lines = ([*(r[k] for k in keys), 1e3 * r["passes_s"] / r["experts"]] for r in rows(name, "traced"))
+    return f"{grid(['experts', 'Dynamo, s', 'passes, s', 'passes, ms an expert'], lines)}\n\n{source(name)}"
+
+
+@table
 def compile_layers() -> str:
     name, heads = "compile_time_layers_cpu", ["experts", "layers", "Inductor, s", "fp4, s", "passes, s"]
     keys = ("experts", "layers", "inductor_s", "fp4_s", "passes_s")
