@@ -43,7 +43,7 @@ from fp4_ops.models.outside_experts import find_outside, kind_of
 
 ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 100
 ROUNDS = 5
-"""As often llama.cpp and fp4_ops take turns."""
+"""llama.cpp and fp4_ops take turns this many times."""
 VOCABULARY = 151936
 SIZES = dict(
     hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,

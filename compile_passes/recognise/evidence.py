@@ -90,7 +90,7 @@ class _Carrier:
     part: int | None = None
     """The part of that dimension that counts experts, if a view splits it."""
     of_rows: bool = False
-    """Whether the tensor holds the rows of experts' outputs. Only its last dimension are columns then; the
+    """Whether the tensor holds the rows of experts' outputs. Then only its last dimension holds columns. The
     others, such as that of a batch, belong to the rows."""
 
     def columns(self, ref: Ref) -> set[Axis]:

@@ -30,7 +30,7 @@ void run_row(const Problem& p, int64_t row, float* x, float* chosen) {
   for (int64_t e = 0; e < p.experts; ++e) {
     if (count == p.k && !is_before(x[e], x[ids[count - 1]])) continue;
     int64_t at = count < p.k ? count++ : count - 1;
-    // Of equal logits the first stays before the others.
+    // The first of equal logits stays before the others.
     for (; at > 0 && is_before(x[e], x[ids[at - 1]]); --at) ids[at] = ids[at - 1];
     ids[at] = e;
   }

@@ -70,7 +70,7 @@ Tensor update_cache(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
                     const Tensor& keys, const Tensor& values, const Tensor& start) {
   check_update_cache(q, k, v, cos, sin, q_norm, k_norm, keys, values, start);
   const int64_t tokens = q.size(1), room = keys.size(2), place = indices(start)[0];
-  // Before anything is written.
+  // Nothing has been written yet, so an error leaves the caches as they were.
   if (place < 0 || place > room - tokens)
     fail("start is ", place, "; keys has room for ", room, " tokens, and q has ", tokens);
   const Tensor keys_ = with_whole_heads(keys), values_ = with_whole_heads(values);

@@ -171,7 +171,7 @@ def test_a_returned_cache_has_no_step_too_many(models, ours, monkeypatch):
 
 
 def test_16_bit_logits_are_compared_without_a_copy(ours, monkeypatch):
-    """As on a GPU. Of equal logits, both loops take the first."""
+    """As on a GPU. Both loops take the first of equal logits."""
     dtypes = []
     monkeypatch.setattr(generation, "_compares_fast", lambda logits: dtypes.append(logits.dtype) or True)
     model = prepared("mixtral").bfloat16()

@@ -306,8 +306,8 @@ def test_other_sizes_stay():
 
 
 def test_a_step_on_the_cpu(monkeypatch):
-    """As users have it: bfloat16. The kernel rounds where the model does, so without norms the bits are the
-    same."""
+    """The dtype is bfloat16, as users have it. The kernel rounds where the model does, so without norms the
+    bits are the same."""
     monkeypatch.undo()
     assert cache.runs(torch.device("cpu"))
     assert len(updates(run(Layer()))) == 1
@@ -396,8 +396,8 @@ WEIGHTS = {"experts": {}, "all": {"attention": "nvfp4", "head": "nvfp4"}}
     "family", ["qwen3_moe", *map(more, ("mixtral", "olmoe", "gpt_oss", "phimoe", "granitemoe"))]
 )
 def test_a_model(family, weights, monkeypatch):
-    """Under the whole backend, on a CPU, with attention in bfloat16 or in 4 bits. OLMoE norms whole
-    projections."""
+    """The whole backend writes the operator on a CPU, with attention in bfloat16 or in 4 bits. OLMoE norms
+    whole projections."""
     transformers = pytest.importorskip("transformers")
     monkeypatch.undo()
     torch._dynamo.reset()
