@@ -1,7 +1,8 @@
-// Attention of few tokens over a cache on the CPU. Keys are divided into parts that threads share, and keys
-// that are not seen are not read.
+// Attention of few tokens over a cache on the CPU. Keys are divided into parts that threads share. Keys that
+// are not seen are not read, and a part without any is skipped: a static cache is seldom full.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "common/boxed.h"
@@ -25,77 +26,97 @@ struct Problem {
   float scale;
   uint8_t* out;
 
+  int64_t rows() const { return sequences * tokens; }
   int64_t group() const { return heads / kv_heads; }
   int64_t parts() const { return (length + kPartKeys - 1) / kPartKeys; }
-  // A part holds, for each query head, the sums of the values. The largest scores and the sums of the weights
-  // follow.
+  // What a part holds for each of its query heads: the sums of the values, then the largest scores and the
+  // sums of the weights.
   int64_t part_values() const { return group() * (value_size + 2); }
+  // Values of float32 that a part needs while it is computed.
+  int64_t scratch_values() const { return group() * (padded_k(size) + kPartKeys); }
+
+  // Tells whether key i of a row is seen.
+  bool sees(int64_t row, int64_t i) const { return mask == nullptr || row_mask(row)[i * mask_key]; }
+
+  const bool* row_mask(int64_t row) const {
+    return mask + row / tokens * mask_sequence + row % tokens * mask_token;
+  }
+
+  bool sees_any(int64_t row, int64_t part) const {
+    const int64_t begin = part * kPartKeys, end = std::min(length, begin + kPartKeys);
+    static constexpr char kZeros[kPartKeys] = {};
+    if (mask != nullptr && mask_key == 1) return std::memcmp(row_mask(row) + begin, kZeros, end - begin) != 0;
+    for (int64_t i = begin; i < end; ++i)
+      if (sees(row, i)) return true;
+    return false;
+  }
 };
 
-// Computes one part of the keys for all query heads that share them.
-void run_part(const Problem& p, int64_t unit, float* to) {
+// The parts of which some keys are seen.
+struct Parts {
+  struct Part {
+    int64_t row, number;
+  };
+  std::vector<Part> all;
+  std::vector<int64_t> first;  // of each row, and their number
+
+  explicit Parts(const Problem& p) {
+    for (int64_t row = 0; row < p.rows(); ++row) {
+      first.push_back(all.size());
+      for (int64_t i = 0; i < p.parts(); ++i)
+        if (p.sees_any(row, i)) all.push_back({row, i});
+    }
+    first.push_back(all.size());
+  }
+};
+
+// Computes one part for all query heads that share its keys.
+void run_part(const Problem& p, const Parts::Part& part, int64_t kv_head, float* scratch, float* to) {
   const Kernels& kn = kernels();
-  const int64_t part = unit % p.parts(), kv_head = unit / p.parts() % p.kv_heads;
-  const int64_t token = unit / p.parts() / p.kv_heads % p.tokens,
-                sequence = unit / p.parts() / p.kv_heads / p.tokens;
   const int64_t group = p.group(), size = dtype_size(p.dtype), stride = padded_k(p.size);
   float *const top = to + group * p.value_size, *const total = top + group;
-  const Buffer queries(group * stride * sizeof(float)), scores(kPartKeys * group * sizeof(float));
-  for (int64_t g = 0; g < group; ++g) {
-    const int64_t head = (sequence * p.tokens + token) * p.heads + kv_head * group + g;
-    kn.prepare_float(p.q + head * p.size * size, p.dtype, p.size, queries.floats() + g * stride);
-  }
-  const int64_t begin = part * kPartKeys, end = std::min(p.length, begin + kPartKeys);
-  const int64_t cache = (sequence * p.kv_heads + kv_head) * p.length;
-  const bool* mask = p.mask == nullptr ? nullptr : p.mask + sequence * p.mask_sequence + token * p.mask_token;
+  float *const queries = scratch, *const scores = queries + group * stride;
+  const int64_t head = part.row * p.heads + kv_head * group;
+  for (int64_t g = 0; g < group; ++g)
+    kn.prepare_float(p.q + (head + g) * p.size * size, p.dtype, p.size, queries + g * stride);
+  const int64_t begin = part.number * kPartKeys, end = std::min(p.length, begin + kPartKeys);
+  const int64_t cache = (part.row / p.tokens * p.kv_heads + kv_head) * p.length;
   int64_t seen[kPartKeys], count = 0;
   for (int64_t i = begin; i < end; ++i)
-    if (mask == nullptr || mask[i * p.mask_key]) seen[count++] = i;
-  const Buffer column(group * sizeof(float));
-  std::fill(top, total, kNothing);
-  for (int64_t j = 0; j < count; ++j) {
-    kn.dot(queries.floats(), stride, int(group), p.keys + (cache + seen[j]) * p.size * size, p.dtype, p.size,
-           column.floats());
-    for (int64_t g = 0; g < group; ++g) {
-      const float score = column.floats()[g] * p.scale;
-      scores.floats()[g * kPartKeys + j] = score;
-      top[g] = score > top[g] || score != score ? score : top[g];  // a NaN stays one
-    }
-  }
-  for (int64_t g = 0; g < group; ++g) {
-    float* const weights = scores.floats() + g * kPartKeys;
-    total[g] = kn.exponentiate(weights, count, top[g]);
-    kn.weighted_sum(p.values + cache * p.value_size * size, p.dtype, seen, weights, count, p.value_size,
-                    to + g * p.value_size);
-  }
+    if (p.sees(part.row, i)) seen[count++] = i;
+  kn.dots(queries, stride, group, p.keys + cache * p.size * size, p.dtype, seen, count, p.size, scores,
+          kPartKeys);
+  for (int64_t g = 0; g < group; ++g)
+    total[g] = kn.exponentiate(scores + g * kPartKeys, count, p.scale, &top[g]);
+  kn.weighted_sums(p.values + cache * p.value_size * size, p.dtype, seen, scores, kPartKeys, group, count,
+                   p.value_size, to);
 }
 
-// Adds up the parts of one query head, in their order.
-void join_parts(const Problem& p, int64_t row, const float* parts) {
+// Adds up the parts of one query head, in their order. `sums` has room for a row of values.
+void join_parts(const Problem& p, const Parts& parts, int64_t head, const float* made, float* sums) {
   const Kernels& kn = kernels();
-  const int64_t group = p.group(), head = row % p.heads, g = head % group;
-  const int64_t first = (row / p.heads * p.kv_heads + head / group) * p.parts();
-  const auto part = [&](int64_t i) { return parts + (first + i) * p.part_values(); };
+  const int64_t group = p.group(), row = head / p.heads, g = head % group, kv_head = head % p.heads / group;
+  const int64_t first = parts.first[row], count = parts.first[row + 1] - first;
+  const auto part = [&](int64_t i) { return made + ((first + i) * p.kv_heads + kv_head) * p.part_values(); };
   const auto top = [&](int64_t i) { return part(i)[group * p.value_size + g]; };
   float highest = kNothing, sink = kNothing;
   if (p.sinks != nullptr) {
     float padded[padded_k(1)];
-    kn.prepare_float(p.sinks + head * dtype_size(p.dtype), p.dtype, 1, padded);
+    kn.prepare_float(p.sinks + head % p.heads * dtype_size(p.dtype), p.dtype, 1, padded);
     highest = sink = padded[0];
   }
-  for (int64_t i = 0; i < p.parts(); ++i) highest = top(i) > highest || top(i) != top(i) ? top(i) : highest;
+  for (int64_t i = 0; i < count; ++i) highest = top(i) > highest || top(i) != top(i) ? top(i) : highest;
   float total = sink == kNothing ? 0.f : std::exp(sink - highest);
-  const Buffer sums(padded_k(p.value_size) * sizeof(float));
-  std::fill(sums.floats(), sums.floats() + p.value_size, 0.f);
-  for (int64_t i = 0; i < p.parts(); ++i) {
-    if (top(i) == kNothing) continue;  // no key of the part is seen
+  std::fill(sums, sums + p.value_size, 0.f);
+  for (int64_t i = 0; i < count; ++i) {
+    if (top(i) == kNothing) continue;  // all scores of the part are -infinity
     const float weight = std::exp(top(i) - highest);
     total += weight * part(i)[group * (p.value_size + 1) + g];
-    kn.accumulate(part(i) + g * p.value_size, weight, p.value_size, sums.floats());
+    kn.accumulate(part(i) + g * p.value_size, weight, p.value_size, sums);
   }
   if (total != 0.f)
-    for (int64_t i = 0; i < p.value_size; ++i) sums.floats()[i] /= total;
-  kn.convert(sums.floats(), p.value_size, p.out + row * p.value_size * dtype_size(p.dtype), p.dtype);
+    for (int64_t i = 0; i < p.value_size; ++i) sums[i] /= total;
+  kn.convert(sums, p.value_size, p.out + head * p.value_size * dtype_size(p.dtype), p.dtype);
 }
 
 Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, const OptionalTensor& mask,
@@ -123,19 +144,24 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
                   .mask_key = stride(3),
                   .scale = float(scale),
                   .out = mutable_data<uint8_t>(out)};
-  const int64_t units = p.sequences * p.tokens * p.kv_heads * p.parts();
-  const Buffer parts(std::max<int64_t>(1, units * p.part_values()) * sizeof(float));
+  const Parts parts(p);
+  const int64_t units = parts.all.size() * p.kv_heads;
+  const Buffer made(std::max<int64_t>(1, units * p.part_values()) * sizeof(float));
   const auto run = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) run_part(p, i, parts.floats() + i * p.part_values());
+    const Buffer scratch(p.scratch_values() * sizeof(float));
+    for (int64_t i = begin; i < end; ++i)
+      run_part(p, parts.all[i / p.kv_heads], i % p.kv_heads, scratch.floats(),
+               made.floats() + i * p.part_values());
   };
   const auto join = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) join_parts(p, i, parts.floats());
+    const Buffer sums(padded_k(p.value_size) * sizeof(float));
+    for (int64_t i = begin; i < end; ++i) join_parts(p, parts, i, made.floats(), sums.floats());
   };
   const auto grain = [](int64_t multiply_adds) {
     return std::max<int64_t>(1, fitted::grains::multiply_adds / std::max<int64_t>(1, multiply_adds));
   };
   run_phases({{units, grain(kPartKeys * p.group() * (p.size + p.value_size)), run},
-              {p.sequences * p.tokens * p.heads, grain(p.value_size * (p.parts() + 1)), join}});
+              {p.rows() * p.heads, grain(p.value_size * (p.parts() + 1)), join}});
   return out;
 }
 

@@ -131,11 +131,17 @@ struct Kernels {
   void (*accumulate)(const float* x, float weight, int64_t n, float* sum);
   // out[m] = x[m] . w, for `count` float32 rows of k values, `stride` values apart, and a row of a weight.
   void (*dot)(const float* x, int64_t stride, int count, const void* w, DType dtype, int64_t k, float* out);
-  // x [count] = e^(x - top). Returns the sum.
-  float (*exponentiate)(float* x, int64_t count, float top);
-  // out [n] = the sum of weights[j] * x[indices[j]], for j < count; x [.., n].
-  void (*weighted_sum)(const void* x, DType dtype, const int64_t* indices, const float* weights,
-                       int64_t count, int64_t n, float* out);
+  // x [count] = e^(x * scale - top), where top is the largest x * scale: -infinity if there is no x, and NaN
+  // if one is. Returns the sum.
+  float (*exponentiate)(float* x, int64_t count, float scale, float* top);
+  // out[m][j] = x[m] . w[indices[j]], for `rows` float32 rows of k values, `stride` values apart, and j <
+  // count; w [.., k]. Rows of `out` are `out_stride` values apart.
+  void (*dots)(const float* x, int64_t stride, int64_t rows, const void* w, DType dtype,
+               const int64_t* indices, int64_t count, int64_t k, float* out, int64_t out_stride);
+  // out[m] [n] = the sum of weights[m][j] * x[indices[j]], for j < count; x [.., n]. Rows of weights are
+  // `stride` values apart.
+  void (*weighted_sums)(const void* x, DType dtype, const int64_t* indices, const float* weights,
+                        int64_t stride, int64_t rows, int64_t count, int64_t n, float* out);
   // out [size] = x * cos + (-x[size / 2:], x[:size / 2]) * sin, for x that is normed first, unless
   // norm_weight is null. All have one dtype, and each operation rounds to it, as a model's operators do.
   // `scratch` has room for `size` values.

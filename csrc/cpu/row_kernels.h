@@ -20,8 +20,9 @@ constexpr Kernels with_row_kernels(Kernels kernels) {
   kernels.convert = convert_row;
   kernels.accumulate = accumulate_row;
   kernels.dot = dot_rows;
+  kernels.dots = dots_of_rows;
   kernels.exponentiate = exponentiate_row;
-  kernels.weighted_sum = weighted_sum;
+  kernels.weighted_sums = weighted_sums;
   kernels.rotate = rotate_row;
   return kernels;
 }

@@ -6,7 +6,12 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <type_traits>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #include "common/convert.h"
 #include "cpu/kernels.h"
@@ -301,7 +306,12 @@ template <DType dtype>
   } else if constexpr (dtype == DType::bf16) {
     Halves halves;
     std::memcpy(&halves, static_cast<const uint16_t*>(x) + i, sizeof(halves));
-    const Words bits = __builtin_convertvector(halves, Words) << 16;
+#if defined(__AVX512F__)  // gcc makes five instructions of a conversion
+    const Words wide = reinterpret_cast<Words>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(halves)));
+#else
+    const Words wide = __builtin_convertvector(halves, Words);
+#endif
+    const Words bits = wide << 16;
     std::memcpy(&to, &bits, sizeof(to));
   } else {
     for (int lane = 0; lane < 16; ++lane) to[lane] = load_as_float<dtype>(x, i + lane);
@@ -312,41 +322,75 @@ template <DType dtype>
 // end of a page.
 constexpr int64_t kRowPrefetch = 4096;
 
-template <DType dtype, int count>
-[[gnu::always_inline]] inline void dot_of(const float* x, int64_t stride, const void* w, int64_t k,
-                                          float* out) {
+// The rows that one function multiplies at once. More need more registers than there are.
+#if defined(__AVX512F__)
+constexpr int kRowsAtOnce = 4, kColumnsAtOnce = 2, kChunksAtOnce = 4;
+#else
+constexpr int kRowsAtOnce = 4, kColumnsAtOnce = 1, kChunksAtOnce = 2;
+#endif
+
+// out[m * out_stride + j] = x[m] . w[j]. The order of a product's sums depends on neither number.
+template <DType dtype, int rows, int columns>
+[[gnu::always_inline]] inline void dot_of(const float* x, int64_t stride, const void* const (&w)[columns],
+                                          int64_t k, float* out, int64_t out_stride) {
   constexpr int chains = 2, step = chains * 16;
-  Lanes sums[count][chains] = {};
+  Lanes sums[rows][columns][chains] = {};
   int64_t i = 0;
   for (; i + step <= k; i += step) {
-    __builtin_prefetch(static_cast<const char*>(w) + i * dtype_size(dtype) + kRowPrefetch);
+    for (const void* from : w)
+      __builtin_prefetch(static_cast<const char*>(from) + i * dtype_size(dtype) + kRowPrefetch);
 #pragma GCC unroll 2
     for (int c = 0; c < chains; ++c) {
-      Lanes b, a;
-      load_lanes<dtype>(w, i + c * 16, b);
+      Lanes a, b[columns];
+#pragma GCC unroll 2
+      for (int j = 0; j < columns; ++j) load_lanes<dtype>(w[j], i + c * 16, b[j]);
 #pragma GCC unroll 4
-      for (int m = 0; m < count; ++m) {
+      for (int m = 0; m < rows; ++m) {
         load_lanes<DType::f32>(x + m * stride, i + c * 16, a);
-        sums[m][c] += a * b;
+#pragma GCC unroll 2
+        for (int j = 0; j < columns; ++j) sums[m][j][c] += a * b[j];
       }
     }
   }
-  for (int m = 0; m < count; ++m) {
-    float sum = add_lanes(sums[m][0] + sums[m][1]);
-    for (int64_t j = i; j < k; ++j) sum += x[m * stride + j] * load_as_float<dtype>(w, j);
-    out[m] = sum;
-  }
+#pragma GCC unroll 4
+  for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 2
+    for (int j = 0; j < columns; ++j) {
+      float sum = add_lanes(sums[m][j][0] + sums[m][j][1]);
+      for (int64_t l = i; l < k; ++l) sum += x[m * stride + l] * load_as_float<dtype>(w[j], l);
+      out[m * out_stride + j] = sum;
+    }
 }
 
-// The order of a row's sums does not depend on the number of rows.
+template <DType dtype, int columns>
+[[gnu::always_inline]] inline void dot_columns(const float* x, int64_t stride, int64_t rows,
+                                               const void* const (&w)[columns], int64_t k, float* out,
+                                               int64_t out_stride) {
+  static_assert(kRowsAtOnce == 4);
+  int64_t m = 0;
+  for (; m + 4 <= rows; m += 4)
+    dot_of<dtype, 4>(x + m * stride, stride, w, k, out + m * out_stride, out_stride);
+  if (rows - m == 3) dot_of<dtype, 3>(x + m * stride, stride, w, k, out + m * out_stride, out_stride);
+  if (rows - m == 2) dot_of<dtype, 2>(x + m * stride, stride, w, k, out + m * out_stride, out_stride);
+  if (rows - m == 1) dot_of<dtype, 1>(x + m * stride, stride, w, k, out + m * out_stride, out_stride);
+}
+
 inline void dot_rows(const float* x, int64_t stride, int count, const void* w, DType dtype, int64_t k,
                      float* out) {
+  with_dtype(dtype, [&](auto d) { dot_columns<d.value, 1>(x, stride, count, {w}, k, out, 1); });
+}
+
+inline void dots_of_rows(const float* x, int64_t stride, int64_t rows, const void* w, DType dtype,
+                         const int64_t* indices, int64_t count, int64_t k, float* out, int64_t out_stride) {
   with_dtype(dtype, [&](auto d) {
-    int m = 0;
-    for (; m + 4 <= count; m += 4) dot_of<d.value, 4>(x + m * stride, stride, w, k, out + m);
-    if (count - m == 3) dot_of<d.value, 3>(x + m * stride, stride, w, k, out + m);
-    if (count - m == 2) dot_of<d.value, 2>(x + m * stride, stride, w, k, out + m);
-    if (count - m == 1) dot_of<d.value, 1>(x + m * stride, stride, w, k, out + m);
+    const auto row = [&](int64_t j) -> const void* {
+      return static_cast<const char*>(w) + indices[j] * k * dtype_size(d.value);
+    };
+    int64_t j = 0;
+    if constexpr (kColumnsAtOnce == 2)
+      for (; j + 2 <= count; j += 2)
+        dot_columns<d.value, 2>(x, stride, rows, {row(j), row(j + 1)}, k, out + j, out_stride);
+    for (; j < count; ++j) dot_columns<d.value, 1>(x, stride, rows, {row(j)}, k, out + j, out_stride);
   });
 }
 
@@ -365,7 +409,7 @@ template <DType dtype>
   for (int64_t i = 0; i < size; ++i) scratch[i] = load_as_float<dtype>(x, i);
   if (norm_weight != nullptr) {
     float squares;
-    dot_of<DType::f32, 1>(scratch, size, scratch, size, &squares);
+    dot_of<DType::f32, 1, 1>(scratch, size, {scratch}, size, &squares, 1);
     const float factor = 1.f / std::sqrt(squares / float(size) + eps);
     for (int64_t i = 0; i < size; ++i)
       scratch[i] = rounded<dtype>(load_as_float<dtype>(norm_weight, i) * rounded<dtype>(scratch[i] * factor));
@@ -386,8 +430,32 @@ inline void rotate_row(const void* x, const void* norm_weight, float eps, const 
   with_dtype(dtype, [&](auto d) { rotate_as<d.value>(x, norm_weight, eps, cos, sin, size, scratch, out); });
 }
 
-// x = e^(x - top). Returns the sum.
-inline float exponentiate_row(float* x, int64_t count, float top) {
+// Multiplies x by scale. Returns the largest product, or NaN if one is.
+inline float scale_and_find_most(float* x, int64_t count, float scale) {
+  constexpr float kNothing = -std::numeric_limits<float>::infinity();
+  Lanes most = Lanes{} + kNothing, sums = {}, values;
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    load_lanes<DType::f32>(x, i, values);
+    values *= scale;
+    std::memcpy(x + i, &values, sizeof(values));
+    most = values > most ? values : most;
+    sums += values * 0.f;  // NaN if a value is NaN or infinite
+  }
+  float found = kNothing, nan = add_lanes(sums);
+  for (int lane = 0; lane < 16; ++lane) found = most[lane] > found ? most[lane] : found;
+  if (nan != nan)
+    for (int64_t j = 0; j < i; ++j) found = x[j] > found || x[j] != x[j] ? x[j] : found;
+  for (; i < count; ++i) {
+    x[i] *= scale;
+    found = x[i] > found || x[i] != x[i] ? x[i] : found;
+  }
+  return found;
+}
+
+// See Kernels::exponentiate.
+inline float exponentiate_row(float* x, int64_t count, float scale, float* most) {
+  const float top = *most = scale_and_find_most(x, count, scale);
   for (int64_t i = 0; i < count; ++i) x[i] = exp_float(x[i] - top);
   Lanes sums = {}, values;
   int64_t i = 0;
@@ -400,31 +468,49 @@ inline float exponentiate_row(float* x, int64_t count, float top) {
   return sum;
 }
 
-template <DType dtype, int chunks>
-[[gnu::always_inline]] inline void weighted_sum_of(const void* x, const int64_t* indices,
-                                                   const float* weights, int64_t count, int64_t n, int64_t at,
-                                                   float* out) {
-  Lanes sums[chunks] = {}, values;
-  for (int64_t j = 0; j < count; ++j)
+// Sums chunks of 16 values for some rows of weights.
+template <DType dtype, int rows, int chunks>
+[[gnu::always_inline]] inline void weighted_sums_of(const void* x, const int64_t* indices,
+                                                    const float* weights, int64_t stride, int64_t count,
+                                                    int64_t n, int64_t at, float* out) {
+  Lanes sums[rows][chunks] = {}, values[chunks];
+  for (int64_t j = 0; j < count; ++j) {
 #pragma GCC unroll 4
-    for (int c = 0; c < chunks; ++c) {
-      load_lanes<dtype>(x, indices[j] * n + at + c * 16, values);
-      sums[c] += weights[j] * values;
-    }
-  std::memcpy(out + at, sums, sizeof(sums));
+    for (int c = 0; c < chunks; ++c) load_lanes<dtype>(x, indices[j] * n + at + c * 16, values[c]);
+#pragma GCC unroll 4
+    for (int m = 0; m < rows; ++m)
+#pragma GCC unroll 4
+      for (int c = 0; c < chunks; ++c) sums[m][c] += weights[m * stride + j] * values[c];
+  }
+  for (int m = 0; m < rows; ++m) std::memcpy(out + m * n + at, sums[m], sizeof(sums[m]));
 }
 
-inline void weighted_sum(const void* x, DType dtype, const int64_t* indices, const float* weights,
-                         int64_t count, int64_t n, float* out) {
-  with_dtype(dtype, [&](auto d) {
-    int64_t at = 0;
-    for (; at + 64 <= n; at += 64) weighted_sum_of<d.value, 4>(x, indices, weights, count, n, at, out);
-    for (; at + 16 <= n; at += 16) weighted_sum_of<d.value, 1>(x, indices, weights, count, n, at, out);
-    for (; at < n; ++at) {
+template <DType dtype, int rows>
+[[gnu::always_inline]] inline void weighted_rows(const void* x, const int64_t* indices, const float* weights,
+                                                 int64_t stride, int64_t count, int64_t n, float* out) {
+  constexpr int kStep = 16 * kChunksAtOnce;
+  int64_t at = 0;
+  for (; at + kStep <= n; at += kStep)
+    weighted_sums_of<dtype, rows, kChunksAtOnce>(x, indices, weights, stride, count, n, at, out);
+  for (; at + 16 <= n; at += 16)
+    weighted_sums_of<dtype, rows, 1>(x, indices, weights, stride, count, n, at, out);
+  for (; at < n; ++at)
+    for (int m = 0; m < rows; ++m) {
       float sum = 0;
-      for (int64_t j = 0; j < count; ++j) sum += weights[j] * load_as_float<d.value>(x, indices[j] * n + at);
-      out[at] = sum;
+      for (int64_t j = 0; j < count; ++j)
+        sum += weights[m * stride + j] * load_as_float<dtype>(x, indices[j] * n + at);
+      out[m * n + at] = sum;
     }
+}
+
+inline void weighted_sums(const void* x, DType dtype, const int64_t* indices, const float* weights,
+                          int64_t stride, int64_t rows, int64_t count, int64_t n, float* out) {
+  with_dtype(dtype, [&](auto d) {
+    int64_t m = 0;
+    for (; m + kRowsAtOnce <= rows; m += kRowsAtOnce)
+      weighted_rows<d.value, kRowsAtOnce>(x, indices, weights + m * stride, stride, count, n, out + m * n);
+    for (; m < rows; ++m)
+      weighted_rows<d.value, 1>(x, indices, weights + m * stride, stride, count, n, out + m * n);
   });
 }
 

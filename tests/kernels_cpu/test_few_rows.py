@@ -7,6 +7,7 @@ as a script.
 
 from __future__ import annotations
 
+import itertools
 import random
 import subprocess
 import sys
@@ -74,6 +75,8 @@ def check_attention(dtype: torch.dtype) -> None:
     q = torch.randn(b, tokens, kv_heads * group, size).to(dtype)
     keys, values = (torch.randn(b, kv_heads, length, d).to(dtype) for d in (size, value_size))
     mask = torch.rand(random.choice((1, b)), 1, tokens, length) < random.random()
+    if random.random() < 0.5:  # as of a static cache with room for more
+        mask = mask & (torch.arange(length) < random.randint(0, length))
     if random.random() < 0.5:
         mask = mask.transpose(2, 3).contiguous().transpose(2, 3)
     unseen = ~mask.expand(b, -1, -1, -1).any(2).unsqueeze(-1)
@@ -205,10 +208,12 @@ def test_a_number_that_is_none_reaches_the_result():
     x[1, 3] = torch.nan
     (got,) = torch.ops.fp4.linears(x, [w], [None], None, 0.0, None)
     assert got[1].isnan().all() and got[0].isfinite().all()
-    q, keys, values = torch.randn(1, 1, 2, 8), torch.randn(1, 2, 70, 8), torch.randn(1, 2, 70, 8)
-    keys[0, 1, 66, 2] = torch.nan
-    got = torch.ops.fp4.attention(q, keys, values, None, 1.0)
-    assert got[0, 0, 1].isnan().all() and got[0, 0, 0].isfinite().all()
+    q, keys, values = torch.randn(1, 1, 2, 8), torch.randn(1, 2, 150, 8), torch.randn(1, 2, 150, 8)
+    for place, number in itertools.product((3, 66, 149), (torch.nan, torch.inf)):
+        its = keys.clone()
+        its[0, 1, place, 2] = number
+        got = torch.ops.fp4.attention(q.abs(), its, values, None, 1.0)
+        assert got[0, 0, 1].isnan().all() and got[0, 0, 0].isfinite().all(), (place, number)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
