@@ -88,6 +88,10 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   m.def(
       "top_experts(Tensor logits, int k, *, bool softmax=False, bool normalize=False, "
       "ScalarType? out_dtype=None) -> (Tensor, Tensor)");
+  m.def(
+      "router(Tensor x, Tensor weight, Tensor? bias, Tensor? norm_weight, float eps, Tensor? addend, int k, "
+      "*, bool softmax=False, bool normalize=False, bool early=False, bool keep_norm=False, "
+      "bool norm_in_float=False, ScalarType? out_dtype=None) -> Tensor[]");
 
   // --- several processes (fp4_ops/distributed/) ---
   m.def(

@@ -506,6 +506,27 @@ def check_top_experts(logits: torch.Tensor, k: int, out_dtype: torch.dtype | Non
     return resolve_out_dtype(logits, out_dtype)
 
 
+def check_router(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    addend: torch.Tensor | None,
+    k: int,
+    keep_norm: bool,
+    norm_in_float: bool,
+    out_dtype: torch.dtype | None,
+) -> torch.dtype:
+    """Returns the dtype of the weights."""
+    check_linears(x, norm_weight, None, addend, 1, 1, keep_norm, norm_in_float)
+    check_linear(x, weight, bias, None)
+    check(
+        k >= 1 and k <= weight.shape[0],
+        lambda: f"k is {k}; it must be between 1 and the number of experts, {weight.shape[0]}",
+    )
+    return resolve_out_dtype(x, out_dtype)
+
+
 def check_offs_to_m_indices(offs: torch.Tensor, m: int) -> None:
     check_offsets("offs", offs)
     check_count("m", m)

@@ -226,6 +226,18 @@ def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):
 
 
 @_fake
+def router(
+    x, weight, bias, norm_weight, eps, addend, k, *, softmax=False, normalize=False, early=False,
+    keep_norm=False, norm_in_float=False, out_dtype=None,
+):  # fmt: skip
+    dtype = checks.check_router(x, weight, bias, norm_weight, addend, k, keep_norm, norm_in_float, out_dtype)
+    lead = x.shape[:-1]
+    made = [x.new_empty((*lead, weight.shape[0])), x.new_empty((*lead, k), dtype=dtype)]
+    made.append(x.new_empty((*lead, k), dtype=torch.int64))
+    return [*made, *(x.new_empty(x.shape) for _ in range(keep_norm + (addend is not None)))]
+
+
+@_fake
 def moe_ep(
     x, topk_ids, topk_weights, w13, w13_scale, w13_global_scale, w2, w2_scale, w2_global_scale,
     w13_bias=None, w2_bias=None, *, num_experts, tokens, group_name, max_tokens=None, format,

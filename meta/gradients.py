@@ -60,6 +60,7 @@ REASONS = {
     "update_cache": _with("torch's own operators and Tensor.index_copy"),
     "attention": _with("torch.nn.functional.scaled_dot_product_attention"),
     "top_experts": _with("torch.softmax and torch.topk"),
+    "router": _with("torch.nn.functional.linear, rms_norm, softmax and topk"),
     "all_reduce": _with("torch.distributed.nn.functional.all_reduce"),
     **dict.fromkeys(("to_masked", "from_masked"), _with("torch.Tensor.index_copy and index_select")),
 }

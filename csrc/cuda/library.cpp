@@ -104,6 +104,7 @@ Kernels load(const std::string& path) {
     find(k.attention, "fp4_kernel_attention");
     find(k.attention_with_sinks, "fp4_kernel_attention_with_sinks");
     find(k.top_experts, "fp4_kernel_top_experts");
+    find(k.router, "fp4_kernel_router");
     find(k.update_cache, "fp4_kernel_update_cache");
   } else {
     find(k.prefill_most_shared, "fp4_kernel_prefill_most_shared");

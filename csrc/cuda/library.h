@@ -7,6 +7,7 @@
 #include "cuda/gpu.h"
 #include "device/attention.h"
 #include "device/linears.h"
+#include "device/router.h"
 #include "device/slots.h"
 #include "device/top_experts.h"
 #include "device/update_cache.h"
@@ -39,6 +40,7 @@ struct Kernels {
   // The same, with a sink for each head of q: csrc/sm90/attention.cu. Only in _sm90.so.
   int (*attention_with_sinks)(const device::AttentionParams*, const void* sinks, int sms, void* stream);
   decltype(&fp4_kernel_top_experts) top_experts;                  // only in _sm90.so
+  decltype(&fp4_kernel_router) router;                            // only in _sm90.so
   decltype(&fp4_kernel_update_cache) update_cache;                // only in _sm90.so
   decltype(&fp4_kernel_prefill_most_shared) prefill_most_shared;  // only in _sm80.so
 };

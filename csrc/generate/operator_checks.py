@@ -201,6 +201,8 @@ class Function:
         match node:
             case ast.Constant(value=bool() as value):
                 return "true" if value else "false"
+            case ast.Constant(value=None):
+                return "std::nullopt"
             case ast.Constant(value=int() as value):
                 return str(value)
             case ast.Constant(value=str() as value):

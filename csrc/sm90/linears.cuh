@@ -54,9 +54,10 @@ struct PlainWeights {
     }
   }
 
-  template <int kColumns>
+  // kChains: sums of each column, so that as many products do not wait for one another.
+  template <int kColumns, int kChains = 1>
   static __device__ __forceinline__ void multiply(uint32_t slot, const uint4* fragments, int lanes,
-                                                  float4 (&sums)[kColumns]) {
+                                                  float4 (&sums)[kColumns * kChains]) {
     const int lane = threadIdx.x % 32;  // the lane's row: the even rows are rows 0 to 7 of the operand
     const uint32_t row = slot + (lane % 8 * 2 + lane / 8 % 2) * 128;
 #pragma unroll
@@ -70,7 +71,8 @@ struct PlainWeights {
         load_matrices(row + ((4 * h + 2 * s + lane / 16) ^ lane % 8) * 16, a);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c)
-          mma<kElement>(sums[c], a, s == 0 ? b[c].x : b[c].z, s == 0 ? b[c].y : b[c].w);
+          mma<kElement>(sums[c * kChains + (2 * h + s) % kChains], a, s == 0 ? b[c].x : b[c].z,
+                        s == 0 ? b[c].y : b[c].w);
       }
     }
   }
@@ -114,41 +116,53 @@ struct LinearTile {
   }
 };
 
-// Stores rows n and n + 1 of the weight for tokens m and m + 1.
-template <class Weights>
-__device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, int column,
-                                             const float4& sum) {
-  using H = Half<Weights::kElement>;
-  const int lane = threadIdx.x % 32, m = column * 8 + lane % 4 * 2;
-  const LinearTile at(p, tile);
-  const LinearWeight& w = p.weight[at.which];
-  const int n = at.tile * 16 + lane / 4 * 2;
-  if (n >= w.n) return;
+// The biases of a weight's rows n and n + 1. The second row may not exist.
+__device__ __forceinline__ float2 linear_bias(const LinearsParams& p, const LinearWeight& w, int n) {
   float2 bias = make_float2(0.f, 0.f);
   if (w.bias) {
     bias.x = load_as_float(w.bias, n, p.bias_type);
     if (n + 1 < w.n) bias.y = load_as_float(w.bias, n + 1, p.bias_type);
   }
+  return bias;
+}
+
+// Stores the results a and b of a weight's rows n and n + 1 for token m.
+template <class Weights>
+__device__ __forceinline__ void store_pair(const LinearsParams& p, const LinearWeight& w, int m, int n,
+                                           float a, float b) {
+  using H = Half<Weights::kElement>;
+  const int64_t to = int64_t(m) * w.n + n;
+  auto* out = static_cast<typename H::One*>(w.out) + to;
+  const auto* residual = static_cast<const typename H::One*>(p.residual) + to;
+  if (w.n % 2 == 0) {
+    typename H::Two pair = H::pair(a, b);
+    if (p.residual) pair = __hadd2_rn(pair, *reinterpret_cast<const typename H::Two*>(residual));
+    *reinterpret_cast<typename H::Two*>(out) = pair;
+  } else {
+    if (p.residual) a = H::to_float(H::one(a)) + H::to_float(residual[0]);
+    out[0] = H::one(a);
+    if (n + 1 < w.n) {
+      if (p.residual) b = H::to_float(H::one(b)) + H::to_float(residual[1]);
+      out[1] = H::one(b);
+    }
+  }
+}
+
+// Stores rows n and n + 1 of the weight for tokens m and m + 1.
+template <class Weights>
+__device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, int column,
+                                             const float4& sum) {
+  const int lane = threadIdx.x % 32, m = column * 8 + lane % 4 * 2;
+  const LinearTile at(p, tile);
+  const LinearWeight& w = p.weight[at.which];
+  const int n = at.tile * 16 + lane / 4 * 2;
+  if (n >= w.n) return;
+  const float2 bias = linear_bias(p, w, n);
   const float values[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (m + i >= p.rows) return;
-    const int64_t to = int64_t(m + i) * w.n + n;
-    float a = values[i][0] + bias.x, b = values[i][1] + bias.y;
-    auto* out = static_cast<typename H::One*>(w.out) + to;
-    const auto* residual = static_cast<const typename H::One*>(p.residual) + to;
-    if (w.n % 2 == 0) {
-      typename H::Two pair = H::pair(a, b);
-      if (p.residual) pair = __hadd2_rn(pair, *reinterpret_cast<const typename H::Two*>(residual));
-      *reinterpret_cast<typename H::Two*>(out) = pair;
-    } else {
-      if (p.residual) a = H::to_float(H::one(a)) + H::to_float(residual[0]);
-      out[0] = H::one(a);
-      if (n + 1 < w.n) {
-        if (p.residual) b = H::to_float(H::one(b)) + H::to_float(residual[1]);
-        out[1] = H::one(b);
-      }
-    }
+    store_pair<Weights>(p, w, m + i, n, values[i][0] + bias.x, values[i][1] + bias.y);
   }
 }
 
@@ -245,6 +259,33 @@ struct LinearRows {
       }
     });
     return sum;
+  }
+
+  // Returns 1 / the root mean square of this thread's row. `stats` [blocks][warps][8] gets the sums of all
+  // warps of the cluster, and `arrived` counts their bytes. A single block does not use it.
+  __device__ __forceinline__ float norm_scale(const LinearsParams& p, float* stats, uint32_t arrived,
+                                              int rank) const {
+    const int blocks = 1 << p.config.cluster_bits;
+    float sum = squares();
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    for (int d = lanes; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    if (t == 0 && sub == 0) {
+      float* const to = stats + (rank * kLinearWarps + warp) * 8 + g;
+      if (blocks == 1) *to = sum;
+      for (int r = 0; blocks > 1 && r < blocks; ++r) store_cluster(smem_address(to), arrived, r, sum);
+    }
+    if (blocks > 1) {
+      barrier_wait(arrived, 0);
+    } else {
+      __syncthreads();
+    }
+    sum = 0.f;
+    for (int i = 0; i < blocks; ++i)
+#pragma unroll
+      for (int w = 0; w < kLinearWarps; w += kColumns)
+        sum += stats[(i * kLinearWarps + w + warp % kColumns) * 8 + g];
+    return rsqrtf(sum / p.k + p.eps);
   }
 
   static __device__ __forceinline__ uint32_t normalized(uint32_t w, float scale, uint32_t weight,
@@ -383,30 +424,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
 
   if (blocks > 1) cluster_wait();  // all blocks have begun
   float scale = 1.f;
-  if (p.norm_weight) {
-    float sum = x.squares();
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    for (int d = x.lanes; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    float* const stats = reinterpret_cast<float*>(memory + p.stats_at);  // [blocks][warps][8]
-    if (x.t == 0 && x.sub == 0) {
-      float* const to = stats + (rank * kLinearWarps + warp) * 8 + x.g;
-      if (blocks == 1) *to = sum;
-      for (int r = 0; blocks > 1 && r < blocks; ++r)
-        store_cluster(smem_address(to), smem_address(&sh.stats), r, sum);
-    }
-    if (blocks > 1) {
-      barrier_wait(smem_address(&sh.stats), 0);
-    } else {
-      __syncthreads();
-    }
-    sum = 0.f;
-    for (int i = 0; i < blocks; ++i)
-#pragma unroll
-      for (int w = 0; w < kLinearWarps; w += kColumns)
-        sum += stats[(i * kLinearWarps + w + warp % kColumns) * 8 + x.g];
-    scale = rsqrtf(sum / p.k + p.eps);
-  }
+  if (p.norm_weight)
+    scale = x.norm_scale(p, reinterpret_cast<float*>(memory + p.stats_at), smem_address(&sh.stats), rank);
   __syncthreads();  // the norm's weight has arrived
   x.finish(p, scale, p.norm_weight ? norm : nullptr, cluster == 0 ? p.normed : nullptr);
   __syncthreads();

@@ -227,3 +227,17 @@ def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(dtype, memory_format=torch.contiguous_format, copy=True), ids
+
+
+def router(
+    x, weight, bias, norm_weight, eps, addend, k, *, softmax=False, normalize=False, early=False,
+    keep_norm=False, norm_in_float=False, out_dtype=None,
+):  # fmt: skip
+    """Calls `linears`, then `top_experts` for its result."""
+    checks.check_router(x, weight, bias, norm_weight, addend, k, keep_norm, norm_in_float, out_dtype)
+    logits, *kept = torch.ops.fp4.linears(
+        x, [weight], [bias], norm_weight, eps, None, addend, early=early, keep_norm=keep_norm,
+        norm_in_float=norm_in_float,
+    )  # fmt: skip
+    chosen = torch.ops.fp4.top_experts(logits, k, softmax=softmax, normalize=normalize, out_dtype=out_dtype)
+    return [logits, *chosen, *kept]

@@ -209,6 +209,14 @@ def _top_experts(rng, device):
     return (logits, rng.randint(1, min(experts, 8))), {**options, "out_dtype": rng.choice((None, *FLOATS))}
 
 
+def _router(rng, device):
+    (x, weights, biases, norm, eps, _, addend), options = _linears(rng, device)
+    options |= {"softmax": rng.random() < 0.5, "normalize": rng.random() < 0.5}
+    chosen = rng.randint(1, min(weights[0].shape[0], 8))
+    options["out_dtype"] = rng.choice((None, *FLOATS))
+    return (x, weights[0], biases[0], norm, eps, addend, chosen), options
+
+
 def _update_cache(rng, device):
     dtype, size, tokens = rng.choice(FLOATS), rng.choice((2, 64, 128)), rng.randint(1, 3)
     sequences, heads, length = rng.randint(1, 3), rng.randint(1, 2), tokens + rng.randint(0, 4)
@@ -305,6 +313,7 @@ SAMPLES = {
     "packed_linears": _packed_linears,
     "attention": _attention,
     "top_experts": _top_experts,
+    "router": _router,
     "update_cache": _update_cache,
     "moe_ep": _moe_ep,
     "all_reduce": lambda rng, device: ((_x(rng, device),), {"group_name": alone()}),
@@ -320,6 +329,7 @@ TORCHS = {
     "update_cache": "index_copy",
     "attention": "scaled_dot_product_attention",
     "top_experts": "topk",
+    "router": "functional.linear",
     "all_reduce": "distributed.nn.functional.all_reduce",
     "to_masked": "index_copy",
     "from_masked": "index_copy",
