@@ -57,6 +57,7 @@ from .step.attention import write_attention as write_step_attention
 from .step.cache import write_caches, write_counters
 from .step.linears import write_linears
 from .step.packed import PACKED_LINEARS, write_packed_linears
+from .step.router import write_router
 from .step.shared import write_shared
 from .trace.capture import mutated_inputs
 from .weights.facts import Facts, note_decoded, written_before
@@ -489,6 +490,11 @@ PASSES: tuple[Pass[_State], ...] = (
     Pass(
         "step_linears",
         lambda s: s.also.extend(write_linears(s.gm.graph, s.facts.fixed - s.facts.mutated)),
+        when=lambda s: _may_sum_anew(s) and not s.options.cpp_wrapper,
+    ),
+    Pass(
+        "step_router",
+        lambda s: s.also.extend(write_router(s.gm.graph)),
         when=lambda s: _may_sum_anew(s) and not s.options.cpp_wrapper,
     ),
     Pass("caches", lambda s: s.also.extend(write_caches(s.gm.graph)), when=_has_operators),

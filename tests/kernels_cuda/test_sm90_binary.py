@@ -103,11 +103,12 @@ def test_decode_streams_weights_into_registers(functions, kernel):
         assert "QMMA" not in body, name
 
 
-def test_linears_request_weights_before_they_wait(functions):
+@pytest.mark.parametrize("kernel", ["linears_kernel", "router_kernel"])
+def test_linears_request_weights_before_they_wait(functions, kernel):
     """Copies past L1 and beside the registers; partial sums cross a cluster without a GPU-wide barrier. The
     first wait is for launches whose weights a kernel before may have written; x is loaded after either.
     """
-    for name, body in kernels(functions, "linears_kernel").items():
+    for name, body in kernels(functions, kernel).items():
         half = "PlainWeightsILNS_6device7ElementE1" in name
         assert re.search(r"HMMA\.16816\.F32\s" if half else r"HMMA\.16816\.F32\.BF16\s", body), name
         first = body[: body.rindex("ACQBULK")]
@@ -118,7 +119,15 @@ def test_linears_request_weights_before_they_wait(functions):
 
 @pytest.mark.parametrize(
     "kernel",
-    ["decode_kernel", "gemv_kernel", "prefill_kernel", "10row_kernel", "combine_kernel", "linears_kernel"],
+    [
+        "decode_kernel",
+        "gemv_kernel",
+        "prefill_kernel",
+        "10row_kernel",
+        "combine_kernel",
+        "linears_kernel",
+        "router_kernel",
+    ],
 )
 def test_nothing_spills(functions, resources, kernel):
     for name, used in kernels(resources, kernel).items():

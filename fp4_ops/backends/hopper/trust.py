@@ -49,6 +49,11 @@ def top_experts_error() -> float:
     return _largest("fp4::top_experts", _top_experts_error, (1, 70))
 
 
+def router_error() -> float:
+    """Returns the largest error of fp4::router, for one row and as many as the kernel takes."""
+    return _largest("fp4::router", _router_error, (1, 8))
+
+
 def _largest(name: str, error: Callable[[torch.dtype, str, int], float], sizes: tuple[int, ...]) -> float:
     """Returns the largest error for both dtypes. It is infinite if the operator does not run."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()]), torch.no_grad():
@@ -191,6 +196,40 @@ def _top_experts_error(dtype: torch.dtype, device: str, rows: int) -> float:
     return max(errors)
 
 
+def _router_error(dtype: torch.dtype, device: str, rows: int) -> float:
+    """Returns the largest error of three calls: an addend and a norm before as many experts as the kernel
+    takes, a norm that rounds after its weight and a bias, and experts of which a tile is not full. It is
+    infinite if other experts are chosen. The calls run with `early`, as in a step.
+    """
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device).to(dtype)
+
+    errors = []
+    for experts, k, chosen, added, in_float, normalize in (
+        (128, K, 8, True, False, True),
+        (128, 2880, 4, False, True, True),
+        (60, K, 4, False, False, False),
+    ):
+        x, weight, scale = draw(rows, k), draw(experts, k) / k**0.5, draw(k)
+        addend, bias = (draw(rows, k), None) if added else (None, draw(experts))
+        got = torch.ops.fp4.router(
+            x.clone(), weight, bias, scale, EPS, addend, chosen, softmax=True, normalize=normalize,
+            early=True, keep_norm=True, norm_in_float=in_float, out_dtype=torch.float32,
+        )  # fmt: skip
+        total = x if addend is None else x + addend
+        wide = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + EPS)
+        normed = (wide * scale).to(dtype) if in_float else wide.to(dtype) * scale
+        logits = normed.double() @ weight.double().T + (0 if bias is None else bias.double())
+        best = got[0].sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
+        weights = got[0].double().softmax(-1).gather(-1, best)
+        weights = weights / weights.sum(-1, keepdim=True) if normalize else weights
+        want = [logits, weights, best, normed] + ([] if addend is None else [total])
+        errors += [relative_error(a, b.double()) for a, b in zip(got, want, strict=True)]
+        errors.append(0.0 if torch.equal(got[2], best) else math.inf)
+    return max(errors)
+
+
 def linears_kernel(device_index: int) -> bool:
     """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
     return _agrees("fp4::linears", device_index, linears_error)
@@ -209,6 +248,11 @@ def update_cache_kernel(device_index: int) -> bool:
 def top_experts_kernel(device_index: int) -> bool:
     """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
     return _agrees("fp4::top_experts", device_index, top_experts_error)
+
+
+def router_kernel(device_index: int) -> bool:
+    """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
+    return _agrees("fp4::router", device_index, router_error)
 
 
 def _agrees(name: str, device_index: int, error: Callable[[], float]) -> bool:
