@@ -244,20 +244,29 @@ struct LinearRows {
     });
   }
 
-  // The sum of the squares of this thread's values.
+  // The sum of the squares of this thread's values. Each piece has a sum, so that these do not wait for one
+  // another.
   __device__ __forceinline__ float squares() const {
-    float sum = 0.f;
+    float sums[4] = {};
     for_each([&](int, uint4* to) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const uint4 v = to[place(i)];
         for (const uint32_t w : {v.x, v.y, v.z, v.w}) {
           const float2 f = H::floats(w);
-          sum += f.x * f.x;
-          sum += f.y * f.y;
+          sums[i] += f.x * f.x;
+          sums[i] += f.y * f.y;
         }
       }
     });
+    return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+  }
+
+  // Adds up the values of all lanes of the warp with this lane's row.
+  __device__ __forceinline__ float sum_of_row(float sum) const {
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    for (int d = lanes; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
     return sum;
   }
 
@@ -266,10 +275,7 @@ struct LinearRows {
   __device__ __forceinline__ float norm_scale(const LinearsParams& p, float* stats, uint32_t arrived,
                                               int rank) const {
     const int blocks = 1 << p.config.cluster_bits;
-    float sum = squares();
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    for (int d = lanes; d < 32; d *= 2) sum += __shfl_xor_sync(~0u, sum, d);
+    float sum = sum_of_row(squares());
     if (t == 0 && sub == 0) {
       float* const to = stats + (rank * kLinearWarps + warp) * 8 + g;
       if (blocks == 1) *to = sum;
@@ -281,11 +287,9 @@ struct LinearRows {
       __syncthreads();
     }
     sum = 0.f;
-    for (int i = 0; i < blocks; ++i)
-#pragma unroll
-      for (int w = 0; w < kLinearWarps; w += kColumns)
-        sum += stats[(i * kLinearWarps + w + warp % kColumns) * 8 + g];
-    return rsqrtf(sum / p.k + p.eps);
+    for (int i = sub * 4 + t; i < blocks * kLinearWarps / kColumns; i += 128 / lanes)
+      sum += stats[(i * kColumns + warp % kColumns) * 8 + g];
+    return rsqrtf(sum_of_row(sum) / p.k + p.eps);
   }
 
   static __device__ __forceinline__ uint32_t normalized(uint32_t w, float scale, uint32_t weight,
