@@ -537,3 +537,28 @@ def test_a_device_mix_is_refused_by_fakes():
         places = torch.empty((), dtype=torch.int64, device="meta")
         with pytest.raises(RuntimeError, match="start is on meta and q on cpu; they must be on one device"):
             fp4.update_cache(*[heads] * 3, *[angles] * 2, None, None, 1e-6, cache, cache, places)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"k": 0}, "k is 0; it must be between 1 and the number of experts, 5"),
+        ({"k": 6}, "k is 6; it must be between 1 and the number of experts, 5"),
+        ({"weight": torch.ones(5, 8)}, "weights has 8 columns; x has 16, and they must be equal"),
+        ({"bias": torch.ones(4)}, r"biases has shape \[4\]; it must be \[5\]"),
+        ({"norm_weight": None}, "keep_norm is True; it needs norm_weight"),
+        ({"addend": torch.ones(2, 16)}, r"addend has shape \[2, 16\]; it must be \[3, 16\]"),
+        ({"out_dtype": torch.int8}, "out_dtype is"),
+    ],
+)
+def test_a_router(wrong, said, device):
+    given = {
+        "x": torch.ones(3, 16), "weight": torch.ones(5, 16), "bias": torch.ones(5),
+        "norm_weight": torch.ones(16), "eps": 1e-6, "addend": torch.ones(3, 16), "k": 2, "keep_norm": True,
+        **wrong,
+    }  # fmt: skip
+    on = {name: t.to(device) if isinstance(t, torch.Tensor) else t for name, t in given.items()}
+    for place in (device, "meta"):
+        on = {name: t.to(place) if isinstance(t, torch.Tensor) else t for name, t in on.items()}
+        with pytest.raises((RuntimeError, ValueError), match=said):
+            fp4.router(**on)
