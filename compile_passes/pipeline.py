@@ -42,6 +42,12 @@ Compile = Callable[..., Any]
 """(gm, example_inputs, *, config_patches) -> callable; Inductor's compile_fx unless a test replaces it."""
 
 
+UNCHECKED = {"size_asserts": False}
+"""Inductor's code does not check the sizes of inputs and of operators' results again. Guards check inputs, and
+tests compare our operators with their fakes. In a decoding step on a CPU, the checks took 30 us a layer. A user's
+option comes first."""
+
+
 def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
     """Rewrites a graph of Dynamo's and reports on it. The graph itself never changes."""
     gm, inputs = source.gm, source.inputs
@@ -137,7 +143,7 @@ def compile_graph(
         return as_captured()
     examples = [*(source.inputs[i] for i in rewritten.keep), *rewritten.fakes]
     undo = undo_of(rewritten.gm.graph, len(rewritten.fakes))
-    patches = {**inductor_patches(options), **({"freezing": False} if source.held else {})}
+    patches = {**UNCHECKED, **inductor_patches(options), **({"freezing": False} if source.held else {})}
 
     def as_rewritten() -> Callable[..., Any]:
         with torch.no_grad():  # an aten graph no longer has the model's own no_grad blocks

@@ -313,7 +313,18 @@ def test_a_mode_is_what_it_is_for_torchs_own_backend(mode, monkeypatch):
             torch.compile(Block("batched_mm"), backend=backend, mode=mode)(torch.randn(2, Block.H))
     cache_key = given["fp4"].pop("post_grad_custom_pre_pass")
     assert "fp4_ops" in cache_key.uuid()
+    assert given["fp4"].pop("size_asserts") is False
     assert given["fp4"] == given["inductor"] == torch._inductor.list_mode_options(mode)
+
+
+@pytest.mark.parametrize(("options", "checks"), [(None, False), ({"size_asserts": True}, True)])
+def test_sizes_are_checked_again_only_if_the_user_asks(options, checks):
+    from torch._inductor.utils import run_and_get_code
+
+    compiled = torch.compile(Block("batched_mm"), backend="fp4", options=options)
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(compiled, torch.randn(2, Block.H))
+    assert "torch.ops.fp4.moe" in code and ("assert_size_stride(arg" in code) == checks
 
 
 @pytest.mark.one_in(2)
