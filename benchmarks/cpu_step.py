@@ -127,7 +127,7 @@ def step_ms(model: Qwen3MoeForCausalLM) -> dict[str, float]:
         for name, of in times.items():
             with torch.compiler.set_stance(skip_guard_eval_unsafe=name == "unguarded_ms"):
                 start = time.perf_counter()
-                token = logits[:, -1].argmax(-1, keepdim=True)
+                token = logits[:, -1].float().argmax(-1, keepdim=True)  # as `generate` does
                 step = model if name == "eager_ms" else compiled
                 logits = step(token, past_key_values=cache, logits_to_keep=1).logits
                 of.append(time.perf_counter() - start)

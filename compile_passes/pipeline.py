@@ -42,10 +42,8 @@ Compile = Callable[..., Any]
 """(gm, example_inputs, *, config_patches) -> callable; Inductor's compile_fx unless a test replaces it."""
 
 
-UNCHECKED = {"size_asserts": False}
-"""Inductor's code does not check the sizes of inputs and of operators' results again. Guards check inputs, and
-tests compare our operators with their fakes. In a decoding step on a CPU, the checks took 30 us a layer. A user's
-option comes first."""
+OWN = ("aten", "prims", "fp4")
+"""Namespaces of operators whose fakes are tested against what they return."""
 
 
 def analyse(source: Given, options: Options) -> tuple[Rewritten | None, Frame]:
@@ -143,7 +141,9 @@ def compile_graph(
         return as_captured()
     examples = [*(source.inputs[i] for i in rewritten.keep), *rewritten.fakes]
     undo = undo_of(rewritten.gm.graph, len(rewritten.fakes))
-    patches = {**UNCHECKED, **inductor_patches(options), **({"freezing": False} if source.held else {})}
+    patches = {**_checks_of_sizes(rewritten.gm.graph), **inductor_patches(options)}
+    if source.held:
+        patches["freezing"] = False
 
     def as_rewritten() -> Callable[..., Any]:
         with torch.no_grad():  # an aten graph no longer has the model's own no_grad blocks
@@ -151,6 +151,17 @@ def compile_graph(
         return source.adapt(_runtime(compiled, rewritten.keep, rewritten.swaps, undo))
 
     return compiled_or_as_captured(frame, as_rewritten, as_captured, options.strict)
+
+
+def _checks_of_sizes(graph: fx.Graph) -> dict[str, Any]:
+    """Returns the option that leaves out Inductor's checks of sizes, if all operators are torch's or ours.
+
+    Guards have checked the inputs. The results of other libraries' operators are still checked, because their
+    fakes may be wrong. In a decoding step on a CPU, the checks took 30 us a layer.
+    """
+    calls: list[Any] = [node.target for node in graph.nodes if node.op == "call_function"]
+    own = all(getattr(t, "namespace", None) in OWN or t.__module__ == "_operator" for t in calls)
+    return {"size_asserts": False} if own else {}
 
 
 def _runtime(

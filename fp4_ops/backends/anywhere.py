@@ -164,6 +164,11 @@ def packed_linears(
 ):
     """Multiplies a by each weight with `mm`. With a_format "int8", a is quantised once."""
     checks.check_packed_linears(a, len(b), len(b_scale), len(b_global_scale), len(bias), a_format)
+    if a_format == "int8" and a.device.type != "cpu":
+        raise RuntimeError(
+            f"fp4::packed_linears: a_format is 'int8'; int8 activations run on CPU only. On {a.device.type} "
+            "it must be 'none'"
+        )
     dtype = operand_checks.resolve_out_dtype(a, out_dtype)
     rows, scale = torch.ops.fp4.quantize_int8(a) if a_format == "int8" else (a, None)
     return [

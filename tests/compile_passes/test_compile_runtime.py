@@ -317,14 +317,27 @@ def test_a_mode_is_what_it_is_for_torchs_own_backend(mode, monkeypatch):
     assert given["fp4"] == given["inductor"] == torch._inductor.list_mode_options(mode)
 
 
-@pytest.mark.parametrize(("options", "checks"), [(None, False), ({"size_asserts": True}, True)])
-def test_sizes_are_checked_again_only_if_the_user_asks(options, checks):
+@torch.library.custom_op("fp4_test::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@twice.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("others", [False, True])
+@pytest.mark.parametrize("options", [None, {"size_asserts": True}])
+def test_sizes_are_checked_again_only_for_others_operators_and_if_asked(options, others):
     from torch._inductor.utils import run_and_get_code
 
-    compiled = torch.compile(Block("batched_mm"), backend="fp4", options=options)
+    block = Block("batched_mm")
+    compiled = torch.compile(lambda x: block(twice(x) if others else x), backend="fp4", options=options)
     with torch.no_grad():
         _, (code,) = run_and_get_code(compiled, torch.randn(2, Block.H))
-    assert "torch.ops.fp4.moe" in code and ("assert_size_stride(arg" in code) == checks
+    assert "torch.ops.fp4.moe" in code
+    assert ("assert_size_stride(" in code.split("def call(")[1]) == (others or options is not None)
 
 
 @pytest.mark.one_in(2)

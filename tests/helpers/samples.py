@@ -181,8 +181,8 @@ def _packed_linears(rng, device):
     b, b_scale, factor = map(list, zip(*packed))
     if format != "nvfp4":
         factor = [None] * len(rows)
-    how = {"format": format, "layout": layout, "a_format": rng.choice(("none", "int8"))}
-    return (a, b, b_scale, factor, bias), how
+    a_format = rng.choice(("none", "int8")) if device == "cpu" else "none"
+    return (a, b, b_scale, factor, bias), {"format": format, "layout": layout, "a_format": a_format}
 
 
 def _linears(rng, device):

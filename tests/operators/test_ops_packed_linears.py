@@ -84,3 +84,11 @@ def test_block_scales_of_two_dtypes_are_refused():
     scales = [b_scale.to(dtype) for dtype in (torch.float32, torch.bfloat16)]
     with pytest.raises(RuntimeError, match="b_scale has bfloat16 and float32; all must be the same"):
         fp4.packed_linears(a, [b, b], scales, [factor, factor], [None, None], format="int4")
+
+
+@pytest.mark.gpu
+def test_int8_activations_are_refused_on_a_gpu():
+    a, (w,), _ = drawn("int4", "plain", (16,), 2, torch.float32, "cuda")
+    b, b_scale, factor = w.operands()
+    with pytest.raises(RuntimeError, match="a_format is 'int8'; .* CPU only. On cuda it must be 'none'"):
+        fp4.packed_linears(a, [b], [b_scale], [factor], [None], format="int4", a_format="int8")
