@@ -1,5 +1,5 @@
-// Every operator schema of fp4_ops, in one place. All but update_cache are functional: they change no
-// argument.
+// Every operator schema of fp4_ops, in one place. All but update_cache and cached_attention are
+// functional: they change no argument.
 //
 // Shapes: a [M, K] activations, b [G, N, K/2] (or [N, K/2]) packed weights, b_scale [G, N, ceil(K/block)],
 // b_global_scale float32 [G] (or []). `format` names the weight format, `layout` the order of the bytes
@@ -85,6 +85,12 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   m.def(
       "attention(Tensor q, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor? sinks=None) -> "
       "Tensor");
+  // update_cache of one token of each sequence, then attention of the result over these caches.
+  m.def(
+      "cached_attention(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? "
+      "k_norm, "
+      "float eps, Tensor(a!) keys, Tensor(b!) values, Tensor start, Tensor? mask, float scale, "
+      "Tensor? sinks=None) -> Tensor");
   m.def(
       "top_experts(Tensor logits, int k, *, bool softmax=False, bool normalize=False, "
       "ScalarType? out_dtype=None) -> (Tensor, Tensor)");

@@ -495,6 +495,25 @@ def check_attention(
         check_shape("sinks", sinks, (q.shape[2],))
 
 
+def check_cached_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> None:
+    check_update_cache(q, k, v, cos, sin, q_norm, k_norm, keys, values, start)
+    check(q.shape[1] == 1, lambda: f"q has {q.shape[1]} tokens; it must have 1")
+    check_attention(q, keys, values, mask, sinks)
+
+
 def check_top_experts(logits: torch.Tensor, k: int, out_dtype: torch.dtype | None) -> torch.dtype:
     """Returns the dtype of the weights."""
     check_dtype("logits", logits, FLOATING)

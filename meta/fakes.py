@@ -219,6 +219,14 @@ def attention(q, keys, values, mask, scale, sinks=None):
 
 
 @_fake
+def cached_attention(
+    q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start, mask, scale, sinks=None
+):  # fmt: skip
+    checks.check_cached_attention(q, k, v, cos, sin, q_norm, k_norm, keys, values, start, mask, sinks)
+    return q.new_empty((*q.shape[:3], values.shape[3]))
+
+
+@_fake
 def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):
     dtype = checks.check_top_experts(logits, k, out_dtype)
     shape = (*logits.shape[:-1], k)

@@ -59,6 +59,7 @@ REASONS = {
     "linears": _with("torch.nn.functional.linear and rms_norm"),
     "update_cache": _with("torch's own operators and Tensor.index_copy"),
     "attention": _with("torch.nn.functional.scaled_dot_product_attention"),
+    "cached_attention": _with("Tensor.index_copy and torch.nn.functional.scaled_dot_product_attention"),
     "top_experts": _with("torch.softmax and torch.topk"),
     "router": _with("torch.nn.functional.linear, rms_norm, softmax and topk"),
     "all_reduce": _with("torch.distributed.nn.functional.all_reduce"),

@@ -1,5 +1,7 @@
 // Attention of few tokens over a cache on the CPU. Keys are divided into parts that threads share. Keys that
 // are not seen are not read, and a part without any is skipped: a static cache is seldom full.
+#include "cpu/attention.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -165,8 +167,20 @@ Tensor attention(const Tensor& q, const Tensor& keys, const Tensor& values, cons
   return out;
 }
 
+Tensor cached_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos,
+                        const Tensor& sin, const OptionalTensor& q_norm, const OptionalTensor& k_norm,
+                        double eps, const Tensor& keys, const Tensor& values, const Tensor& start,
+                        const OptionalTensor& mask, double scale, const OptionalTensor& sinks) {
+  check_cached_attention(q, k, v, cos, sin, q_norm, k_norm, keys, values, start, mask, sinks);
+  const Tensor rotated = update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start);
+  return attention(rotated, keys, values, mask, scale, sinks);
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("attention", FP4_BOX(attention)); }
+STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
+  m.impl("attention", FP4_BOX(attention));
+  m.impl("cached_attention", FP4_BOX(cached_attention));
+}
 
 }  // namespace fp4::cpu

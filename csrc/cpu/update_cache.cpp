@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/boxed.h"
+#include "cpu/attention.h"
 #include "cpu/parallel.h"
 #include "cpu/tensors.h"
 
@@ -65,6 +66,8 @@ void run_head(const Problem& p, int64_t unit, float* scratch) {
                p.value_size * dtype_size(p.dtype));
 }
 
+}  // namespace
+
 Tensor update_cache(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                     const OptionalTensor& q_norm, const OptionalTensor& k_norm, double eps,
                     const Tensor& keys, const Tensor& values, const Tensor& start) {
@@ -111,8 +114,6 @@ Tensor update_cache(const Tensor& q, const Tensor& k, const Tensor& v, const Ten
   write_back(values_, values);
   return out;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("update_cache", FP4_BOX(update_cache)); }
 

@@ -103,6 +103,7 @@ Kernels load(const std::string& path) {
     find(k.linears, "fp4_kernel_linears");
     find(k.attention, "fp4_kernel_attention");
     find(k.attention_with_sinks, "fp4_kernel_attention_with_sinks");
+    find(k.cached_attention, "fp4_kernel_cached_attention");
     find(k.top_experts, "fp4_kernel_top_experts");
     find(k.router, "fp4_kernel_router");
     find(k.update_cache, "fp4_kernel_update_cache");

@@ -39,6 +39,7 @@ struct Kernels {
   decltype(&fp4_kernel_attention) attention;  // only in _sm90.so
   // The same, with a sink for each head of q: csrc/sm90/attention.cu. Only in _sm90.so.
   int (*attention_with_sinks)(const device::AttentionParams*, const void* sinks, int sms, void* stream);
+  decltype(&fp4_kernel_cached_attention) cached_attention;        // only in _sm90.so
   decltype(&fp4_kernel_top_experts) top_experts;                  // only in _sm90.so
   decltype(&fp4_kernel_router) router;                            // only in _sm90.so
   decltype(&fp4_kernel_update_cache) update_cache;                // only in _sm90.so

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "interface.h"
+#include "update_cache.h"
 
 namespace fp4::device {
 
@@ -28,4 +29,9 @@ struct AttentionParams {
 
 extern "C" {
 int fp4_kernel_attention(const fp4::device::AttentionParams* params, int sms, void* stream);
+// Of the queries that `update` makes, after its write. `params` has no q, `update` no out. `sinks`: a logit
+// more for each head of q, in its type; or null.
+int fp4_kernel_cached_attention(const fp4::device::AttentionParams* params,
+                                const fp4::device::UpdateCacheParams* update, const void* sinks, int sms,
+                                void* stream);
 }

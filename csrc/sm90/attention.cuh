@@ -147,6 +147,19 @@ struct Rows {
               there ? __ldcg(from + (16 * m + key(i)) * Lanes<kSize>::kRow + kStride * j) : uint4{};
       }
   }
+
+  // Puts another row in the place of row `row`. `from`: of that row.
+  template <class Key>
+  __device__ __forceinline__ void put(const uint4* from, int row, const Key& key) {
+#pragma unroll
+    for (int m = 0; m < kGroups; ++m)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (16 * m + key(i) != row) continue;
+#pragma unroll
+        for (int j = 0; j < kPieces; ++j) pieces[m][i][j] = from[kStride * j];
+      }
+  }
 };
 
 template <int kSize>
@@ -166,11 +179,13 @@ struct TileSums {
                [kSteps];  // elements i and i + kSteps, of both heads: (i, a), (i, b), (i + kSteps, a)...
   float most[kTiles][2], total[kTiles][2];
 
-  __device__ __forceinline__ void begin(const void* from, const Place& at, int g, int t) {
+  // `from`: the first of `heads` queries, which are kStride pieces apart.
+  template <int kStride>
+  __device__ __forceinline__ void begin(const uint4* from, int heads, int g, int t) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
-      const bool there = 8 * n + g < at.heads;
-      const auto* const row = static_cast<const uint4*>(from) + (at.first + 8 * n + g) * L::kRow + t;
+      const bool there = 8 * n + g < heads;
+      const uint4* const row = from + (8 * n + g) * kStride + t;
 #pragma unroll
       for (int j = 0; j < kSteps / 2; ++j) {
         const uint4 piece = there ? row[4 * j] : uint4{};
@@ -294,45 +309,82 @@ struct TileSums {
 
 // ---- the kernel ----
 
-template <class Half, int kSize, int kTiles, int kWarps, int kBlocks>
+// Where the queries are, and what is not in the cache: here all keys and values are there. `Update` is the
+// kernel's last argument. new_token.cuh has another.
+struct NoUpdate {};
+
+template <class Update, class Half, int kSize, int kTiles, int kWarps>
+class Token {
+ public:
+  using Shared = SharedSums<kSize, 8 * kTiles, kWarps>;
+  using Sums = TileSums<Half, kSize, kTiles>;
+
+  // Before the kernel before this one has ended: computes addresses.
+  __device__ __forceinline__ Token(const AttentionParams&, const Update&, const Place&) {}
+
+  // Called in this order: before the mask is read, and before and after the first tile is loaded.
+  __device__ __forceinline__ void load(const AttentionParams& p, const Place& at, Sums& sums) {
+    constexpr int kRow = Lanes<kSize>::kRow;
+    sums.template begin<kRow>(static_cast<const uint4*>(p.q) + at.first * kRow, at.heads,
+                              threadIdx.x % 32 / 4, threadIdx.x % 4);
+  }
+  __device__ __forceinline__ void find(const AttentionParams&) {}
+  __device__ __forceinline__ void make(const AttentionParams&, const Update&, const Place&, Shared&, Sums&) {}
+
+  // The keys of a tile that are in the cache.
+  __device__ __forceinline__ uint32_t stored(const Turn& turn) const { return turn.seen; }
+  // Puts others in their places.
+  __device__ __forceinline__ void put(const Shared&, const Turn&, KeyRows<kSize>&) const {}
+  __device__ __forceinline__ void put(const Shared&, const Turn&, ValueRows<kSize>&) const {}
+};
+
+template <class Half, int kSize, int kTiles, int kWarps, int kBlocks, class Update>
 __global__ void __launch_bounds__(kWarps * 32, kBlocks)
-    attention_kernel(const __grid_constant__ AttentionParams p, const void* sinks) {
+    attention_kernel(const __grid_constant__ AttentionParams p, const void* sinks,
+                     const __grid_constant__ Update update) {
   using L = Lanes<kSize>;
+  using Its = Token<Update, Half, kSize, kTiles, kWarps>;
   FP4_DYNAMIC_SHARED(uint4, 16, memory);
-  auto& sh = *reinterpret_cast<SharedSums<kSize, 8 * kTiles, kWarps>*>(memory);
+  auto& sh = *reinterpret_cast<typename Its::Shared*>(memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   const Place at(p, 8 * kTiles);
   begin(sh, at, p.split_bits);
   release_next_kernel();
-  wait_previous_kernel();
-
+  Its token(p, update, at);
   Turns<L::kKeys> turns(at.mask(p), p.length, warp * at.splits + at.rank, kWarps * at.splits);
   const int64_t cache = at.cache(p) * L::kRow;
   const auto* const k = static_cast<const uint4*>(p.keys) + cache + t;
   const auto* const v = static_cast<const uint4*>(p.values) + cache + g;
   const auto key = [&](int i) { return g + 8 * i; };
   const auto value = [&](int i) { return 2 * t + i % 2 + i / 2 * 8; };
-  const float sink = load_sink<Half>(sinks, at), scale = p.scale * kLog2E;
+  wait_previous_kernel();
+
+  const Half sink = load_sink<Half>(sinks, at);
+  const float scale = p.scale * kLog2E;
   TileSums<Half, kSize, kTiles> sums;
-  sums.begin(p.q, at, g, t);
+  token.load(p, at, sums);
 
   KeyRows<kSize> keys;
   ValueRows<kSize> values;
   Turn now = turns.next();
+  token.find(p);
   if (now.seen != 0) {
-    keys.load(k + int64_t(now.tile) * L::kKeys * L::kRow, now.seen, key);
-    values.load(v + int64_t(now.tile) * L::kKeys * L::kRow, now.seen, value);
+    keys.load(k + int64_t(now.tile) * L::kKeys * L::kRow, token.stored(now), key);
+    values.load(v + int64_t(now.tile) * L::kKeys * L::kRow, token.stored(now), value);
   }
+  token.make(p, update, at, sh, sums);
   while (now.seen != 0) {
     const Turn next = turns.next();
     const int64_t there = int64_t(next.tile) * L::kKeys * L::kRow;
     float4 scores[L::kGroups][kTiles];
     uint32_t weights[L::kGroups][kTiles][2];
+    token.put(sh, now, keys);
     sums.score(keys, scores);
-    if (next.seen != 0) keys.load(k + there, next.seen, key);
+    if (next.seen != 0) keys.load(k + there, token.stored(next), key);
     sums.weigh(scores, now.seen >> g, scale, weights);
+    token.put(sh, now, values);
     sums.add(values, weights);
-    if (next.seen != 0) values.load(v + there, next.seen, value);
+    if (next.seen != 0) values.load(v + there, token.stored(next), value);
     now = next;
   }
   sums.write(sh, warp, g, t);

@@ -22,12 +22,13 @@ constexpr int most_splits(int size) { return size / 8; }
 
 // The query heads of a block, which share keys, and its rank among the blocks that divide the keys.
 struct Place {
-  int splits, rank, sequence, kv_head, heads, head;  // head: the first one, in its sequence
-  int64_t first;                                     // the first one, over all sequences
+  int splits, rank, sequence, kv_head, part, heads, head;  // head: the first one, in its sequence
+  int64_t first;                                           // the first one, over all sequences
 
   __device__ __forceinline__ Place(const AttentionParams& p, int most_heads) {
     splits = 1 << p.split_bits, rank = splits > 1 ? cluster_rank() : 0;
-    const int cluster = blockIdx.x >> p.split_bits, part = cluster % p.parts, group = p.q_heads / p.kv_heads;
+    const int cluster = blockIdx.x >> p.split_bits, group = p.q_heads / p.kv_heads;
+    part = cluster % p.parts;
     kv_head = cluster / p.parts % p.kv_heads, sequence = cluster / p.parts / p.kv_heads;
     heads = min(most_heads, group - part * most_heads);
     head = kv_head * group + part * most_heads;
@@ -127,21 +128,19 @@ __device__ __forceinline__ void begin(SharedSums<kSize, kHeads, kWarps>& sh, con
   cluster_arrive();
 }
 
-// The score that thread h has of head h's sink.
+// Head h's sink, in thread h. It is computed with at the end, so that nothing waits for it here.
 template <class Half>
-__device__ __forceinline__ float load_sink(const void* sinks, const Place& at) {
-  return sinks && threadIdx.x < at.heads
-             ? float(static_cast<const Half*>(sinks)[at.head + threadIdx.x]) * kLog2E
-             : 0.f;
+__device__ __forceinline__ Half load_sink(const void* sinks, const Place& at) {
+  return sinks && threadIdx.x < at.heads ? static_cast<const Half*>(sinks)[at.head + threadIdx.x] : Half(0.f);
 }
 
 // Adds up what the block's warps have written to `sh`, and writes the results.
 template <class Half, int kSize, int kHeads, int kWarps>
 __device__ __forceinline__ void finish(SharedSums<kSize, kHeads, kWarps>& sh, const AttentionParams& p,
-                                       const Place& at, bool sunk, float sink) {
+                                       const Place& at, bool sunk, Half sink) {
   constexpr int kLanes = kSize / 4;  // lanes that have four elements each
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (threadIdx.x < kHeads) sh.sinks[threadIdx.x] = sink;
+  if (threadIdx.x < kHeads) sh.sinks[threadIdx.x] = float(sink) * kLog2E;
   __syncthreads();
   if (at.splits > 1) cluster_wait();  // all blocks have begun
   for (int h = warp; h < at.heads; h += kWarps) {

@@ -1,10 +1,9 @@
 // Rotary position embedding of queries and keys, with the RMS norm of each head before it, and the write of
-// keys and values to a cache. A warp takes a head. A lane has the same part of both halves of the head, which
-// the rotation mixes. Each operation rounds where the model rounds. The interface is plain C, without torch.
+// keys and values to a cache. A warp takes a head. The interface is plain C, without torch.
 #include "../device/launch.cuh"
 #include "../device/ptx.cuh"
-#include "../device/types.cuh"
 #include "../device/update_cache.h"
+#include "heads.cuh"
 
 namespace fp4::sm90 {
 namespace {
@@ -13,48 +12,11 @@ using namespace device;
 
 constexpr int kWarps = 4;  // of a block, each with its own head
 
-// kEach: consecutive values of each half that a lane has.
-template <class Half, int kEach>
-struct alignas(kEach * 2) Part {
-  Half values[kEach];
-};
-
-template <class Half, int kEach>
-struct Head {
-  using Values = Part<Half, kEach>;
-  float x[2][kEach];
-
-  __device__ __forceinline__ static Head load(const void* from, int64_t row) {
-    Head head;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const Values v = static_cast<const Values*>(from)[(row * 2 + h) * 32 + threadIdx.x % 32];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) head.x[h][i] = float(v.values[i]);
-    }
-    return head;
-  }
-
-  __device__ __forceinline__ void store(void* to, int64_t row) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      Values v;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) v.values[i] = Half(x[h][i]);
-      static_cast<Values*>(to)[(row * 2 + h) * 32 + threadIdx.x % 32] = v;
-    }
-  }
-};
-
-template <class Half>
-__device__ __forceinline__ float rounded(float x) {
-  return float(Half(x));
-}
-
 template <class Half, int kEach>
 __global__ void __launch_bounds__(32 * kWarps)
     update_cache_kernel(const __grid_constant__ UpdateCacheParams p) {
   using Its = Head<Half, kEach>;
+  using Stored = StoredHead<Half, kEach>;
   release_next_kernel();
   wait_previous_kernel();
   const int heads = p.q_heads + 2 * p.kv_heads;
@@ -70,38 +32,20 @@ __global__ void __launch_bounds__(32 * kWarps)
       is_q ? int64_t(row) * p.q_heads + head : (int64_t(sequence) * p.kv_heads + head) * p.length + place;
   const int64_t from = int64_t(row) * (is_q ? p.q_heads : p.kv_heads) + head;
   if (is_v) {
-    Its::load(p.v, from).store(p.values, to);
+    Stored::load(p.v, from).store(p.values, to);
     return;
   }
-  Its x = Its::load(is_q ? p.q : p.k, from);
+  Its x(Stored::load(is_q ? p.q : p.k, from));
   const int angle = p.one_angle ? token : row;
-  const Its cos = Its::load(p.cos, angle), sin = Its::load(p.sin, angle);
+  const Stored cos = Stored::load(p.cos, angle), sin = Stored::load(p.sin, angle);
   if (const void* norm = is_q ? p.q_norm : p.k_norm) {
-    const Its weight = Its::load(norm, 0);
-    float sum = 0.f;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) sum += x.x[h][i] * x.x[h][i];
+    const Stored weight = Stored::load(norm, 0);
+    float sum = x.squares();
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) sum += __shfl_xor_sync(~0u, sum, d);
-    const float scale = rsqrtf(sum / float(64 * kEach) + p.eps);
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-#pragma unroll
-      for (int i = 0; i < kEach; ++i)
-        x.x[h][i] = rounded<Half>(weight.x[h][i] * rounded<Half>(x.x[h][i] * scale));
+    x = x.normed(weight, sum, p.eps);
   }
-  Its made;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const float other = h == 0 ? -x.x[1][i] : x.x[0][i];
-      made.x[h][i] = rounded<Half>(x.x[h][i] * cos.x[h][i]) + rounded<Half>(other * sin.x[h][i]);
-    }
-  }
-  made.store(is_q ? p.out : p.keys, to);
+  x.rotated(cos, sin).stored().store(is_q ? p.out : p.keys, to);
 }
 
 template <class Half>

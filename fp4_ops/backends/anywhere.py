@@ -222,6 +222,15 @@ def _attention_with_sinks(q, keys, values, mask, scale, sinks):
     return out.to(q.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
+def cached_attention(
+    q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start, mask, scale, sinks=None
+):  # fmt: skip
+    """Attention of one token of each sequence, over a cache that it is written to first."""
+    checks.check_cached_attention(q, k, v, cos, sin, q_norm, k_norm, keys, values, start, mask, sinks)
+    rotated = torch.ops.fp4.update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start)
+    return torch.ops.fp4.attention(rotated, keys, values, mask, scale, sinks)
+
+
 def top_experts(logits, k, *, softmax=False, normalize=False, out_dtype=None):
     """Chooses the k largest logits of each row, of equal ones the lowest index first."""
     dtype = checks.check_top_experts(logits, k, out_dtype)

@@ -186,7 +186,7 @@ def seed(value: int) -> None:
     loaded.emulator_seed(value % 2**32)
 
 
-OF_A_STEP = ("attention", "linears", "router", "top_experts", "update_cache")
+OF_A_STEP = ("attention", "cached_attention", "linears", "router", "top_experts", "update_cache")
 
 
 def on_gpu(value: Any) -> bool:

@@ -217,8 +217,8 @@ def _router(rng, device):
     return (x, weights[0], biases[0], norm, eps, addend, chosen), options
 
 
-def _update_cache(rng, device):
-    dtype, size, tokens = rng.choice(FLOATS), rng.choice((2, 64, 128)), rng.randint(1, 3)
+def _update_cache(rng, device, most_tokens=3):
+    dtype, size, tokens = rng.choice(FLOATS), rng.choice((2, 64, 128)), rng.randint(1, most_tokens)
     sequences, heads, length = rng.randint(1, 3), rng.randint(1, 2), tokens + rng.randint(0, 4)
 
     def random(*shape):
@@ -245,6 +245,14 @@ def _attention(rng, device):
     q = random(sequences, tokens, heads * rng.choice((1, 3)), size)
     sinks = rng.choice(((), (random(q.shape[2]),)))
     return (q, *caches, rng.choice((None, mask)), 0.3, *sinks), {}
+
+
+def _cached_attention(rng, device):
+    given, _ = _update_cache(rng, device, most_tokens=1)
+    q, keys = given[0], given[8]
+    mask = torch.rand(rng.choice((1, len(q))), 1, 1, keys.shape[2], device=device) < 0.7
+    sinks = rng.choice(((), (torch.randn(q.shape[2], device=device).to(q.dtype),)))
+    return (*given, rng.choice((None, mask)), 0.3, *sinks), {}
 
 
 def _quantize(rng, device):
@@ -312,6 +320,7 @@ SAMPLES = {
     "linears": _linears,
     "packed_linears": _packed_linears,
     "attention": _attention,
+    "cached_attention": _cached_attention,
     "top_experts": _top_experts,
     "router": _router,
     "update_cache": _update_cache,
@@ -328,6 +337,7 @@ TORCHS = {
     "linears": "functional.linear",
     "update_cache": "index_copy",
     "attention": "scaled_dot_product_attention",
+    "cached_attention": "index_copy",
     "top_experts": "topk",
     "router": "functional.linear",
     "all_reduce": "distributed.nn.functional.all_reduce",

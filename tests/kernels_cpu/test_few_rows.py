@@ -16,6 +16,7 @@ import processes
 import pytest
 import torch
 import torch.nn.functional as F
+from samples import SAMPLES
 
 import fp4_ops  # noqa: F401  loads the operators
 
@@ -246,6 +247,28 @@ def test_places_outside_a_cache_are_refused_before_anything_is_written(start):
     with pytest.raises(RuntimeError, match=f"start is {start}; keys has room for 5 tokens, and q has 2"):
         torch.ops.fp4.update_cache(*[heads] * 3, *[angles] * 2, None, None, 0.0, *caches, torch.tensor(start))
     assert not any(cache.any() for cache in caches)
+
+
+def test_cached_attention_is_the_two_operators():
+    for _ in range(20):
+        given, _ = SAMPLES["cached_attention"](random.Random(random.random()), "cpu")
+        same = [x.clone() for x in given[8:10]]
+        q = torch.ops.fp4.update_cache(*given[:8], *same, given[10])
+        want = torch.ops.fp4.attention(q, *same, *given[11:])
+        got = torch.ops.fp4.cached_attention(*given)
+        assert all(torch.equal(a, b) for a, b in zip((got, *given[8:10]), (want, *same), strict=True))
+
+
+def test_cached_attention_refuses_before_it_writes():
+    given, _ = SAMPLES["cached_attention"](random.Random(random.random()), "cpu")
+    before = [x.clone() for x in given[8:10]]
+    mask = torch.ones(1, 1, 1, before[0].shape[2] + 1, dtype=torch.bool)
+    with pytest.raises(RuntimeError, match="mask has shape"):
+        torch.ops.fp4.cached_attention(*given[:11], mask, 0.1)
+    assert all(torch.equal(a, b) for a, b in zip(given[8:10], before, strict=True))
+    two = [x.expand(-1, 2, *x.shape[2:]) for x in given[:5]]
+    with pytest.raises(RuntimeError, match="q has 2 tokens"):
+        torch.ops.fp4.cached_attention(*two, *given[5:])
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def test_kernels_of_no_build_are_refused(tmp_path):
 
 NAMES = re.findall(r'find\(k\.\w+, "(fp4_kernel_\w+)"', (ROOT / "csrc/cuda/library.cpp").read_text())
 ONLY = {
-    90: ["linears", "attention", "top_experts", "router", "update_cache"],
+    90: ["linears", "attention", "cached_attention", "top_experts", "router", "update_cache"],
     80: ["prefill_most_shared"],
 }
 """What only kernels of one family have."""

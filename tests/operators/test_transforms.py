@@ -62,7 +62,7 @@ REVERSE = {
 }
 
 
-NO_VMAP = ("linears", "packed_linears", "router", "update_cache")
+NO_VMAP = ("linears", "packed_linears", "router", "update_cache", "cached_attention")
 """torch has no fallback of vmap for an operator that returns a list, or that writes to an argument."""
 
 

@@ -44,6 +44,11 @@ def update_cache_error() -> float:
     return _largest("fp4::update_cache", _update_cache_error, (1, 5))
 
 
+def cached_attention_error() -> float:
+    """Returns the largest error of fp4::cached_attention against the two operators that it is composed of."""
+    return _largest("fp4::cached_attention", _cached_attention_error, tuple(KEYS))
+
+
 def top_experts_error() -> float:
     """Returns the largest error of fp4::top_experts, for one token and more than a thread block has."""
     return _largest("fp4::top_experts", _top_experts_error, (1, 70))
@@ -176,6 +181,37 @@ def _rotated(x: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor
     return rounded(y * cos.double().unsqueeze(2)) + rounded(turned * sin.double().unsqueeze(2))
 
 
+def _cached_attention_error(dtype: torch.dtype, device: str, sequences: int) -> float:
+    """Returns the error of heads with norms and without, whose new key is the last that is seen, or hidden,
+    with the whole caches. It is infinite if a key is read that is not seen, or was replaced.
+    """
+    errors = []
+    for size, length, heads in itertools.product((64, 128), KEYS[sequences], (8, 32)):
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        q, k, v = (draw(sequences, 1, n, size) for n in (heads, 2, 2))
+        angle = torch.rand(1, 1, size, device=device) * 6
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        place = length * 3 // 4
+        start, places = torch.tensor(place, device=device), torch.arange(length, device=device)
+        for normed, hidden, sinks in ((True, False, None), (False, True, draw(heads) * 4)):
+            norms = (draw(size), draw(size)) if normed else (None, None)
+            seen = ((places < place) if hidden else (places <= place)).expand(sequences, 1, 1, length)
+            caches = [draw(sequences, 2, length, size) for _ in range(2)]
+            for cache in caches:
+                cache[:, :, place:] = math.nan
+            given = (q, k, v, cos, sin, *norms, EPS)
+            same = [cache.clone() for cache in caches]
+            want = torch.ops.fp4.update_cache(*given, *same, start)
+            want = torch.ops.fp4.attention(want, *same, seen, size**-0.5, sinks)
+            got = torch.ops.fp4.cached_attention(*given, *caches, start, seen, size**-0.5, sinks)
+            written = [cache.nan_to_num(7.0) for cache in (*caches, *same)]
+            errors += [relative_error(a, b) for a, b in zip((got, *written), (want, *written[2:]))]
+    return max(errors)
+
+
 def _top_experts_error(dtype: torch.dtype, device: str, rows: int) -> float:
     """Returns the error of the weights, which is infinite if other experts are chosen."""
     errors = []
@@ -243,6 +279,11 @@ def attention_kernel(device_index: int) -> bool:
 def update_cache_kernel(device_index: int) -> bool:
     """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
     return _agrees("fp4::update_cache", device_index, update_cache_error)
+
+
+def cached_attention_kernel(device_index: int) -> bool:
+    """True if the kernel passed the check on this GPU. Works while a backend runs on fake tensors."""
+    return _agrees("fp4::cached_attention", device_index, cached_attention_error)
 
 
 def top_experts_kernel(device_index: int) -> bool:
