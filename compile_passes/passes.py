@@ -55,6 +55,7 @@ from .refusal import Kind, Refusal, Refused, refuse
 from .report import PassRun, Site, each_told_once, left_alone
 from .step.attention import write_attention as write_step_attention
 from .step.cache import write_caches, write_counters
+from .step.cached import write_cached_attention
 from .step.linears import write_linears
 from .step.packed import PACKED_LINEARS, write_packed_linears
 from .step.router import write_router
@@ -502,6 +503,11 @@ PASSES: tuple[Pass[_State], ...] = (
         "step_attention",
         lambda s: s.also.extend(write_step_attention(s.gm.graph)),
         when=_may_sum_anew,
+    ),
+    Pass(
+        "cached_attention",
+        lambda s: s.also.extend(write_cached_attention(s.gm.graph)),
+        when=_has_operators,
     ),
     Pass("shared", lambda s: s.also.extend(write_shared(s.gm.graph)), when=_has_operators),
     Pass("counters", lambda s: s.also.extend(write_counters(s.gm.graph)), when=_has_operators),

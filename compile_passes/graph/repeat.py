@@ -22,7 +22,7 @@ _PLACES = {
     aten.select_scatter: ("dim", "index"),
     aten.scatter: ("dim", "index"),
 }
-_UPDATE_CACHE = torch.ops.fp4.update_cache.default
+_UPDATES = (torch.ops.fp4.update_cache.default, torch.ops.fp4.cached_attention.default)
 Undo = tuple[tuple[int, int], ...]
 """(input, number) pairs: the graph adds the number to that input in place. The addition is undone before a
 second run."""
@@ -55,7 +55,7 @@ def undo_of(graph: fx.Graph, packed: int) -> Undo | None:
                 undo.append((inputs.index(target), added))
             elif not _overwrites(n, target, new, weights):
                 return None
-        elif n.target is _UPDATE_CACHE:
+        elif n.target in _UPDATES:
             if not _updates_unread(n, weights):
                 return None
         elif not _leaves_nothing_behind(n):

@@ -18,7 +18,7 @@ from ..graph.nodes import aten, is_op, is_pointwise, is_tensor, static_int, valu
 
 fp4 = torch.ops.fp4
 
-READERS = (fp4.attention.default, fp4.update_cache.default)
+READERS = (fp4.attention.default, fp4.update_cache.default, fp4.cached_attention.default)
 
 
 def write_shared(graph: fx.Graph) -> list[str]:

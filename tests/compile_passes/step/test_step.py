@@ -24,7 +24,7 @@ from fp4_ops.backends.hopper import trust
 from fp4_ops.compile_passes.neighbours import topk
 from fp4_ops.compile_passes.options import parse
 from fp4_ops.compile_passes.pipeline import compile_graph
-from fp4_ops.compile_passes.step import cache, linears
+from fp4_ops.compile_passes.step import cache, cached, linears
 from fp4_ops.compile_passes.step.linears import CPU, HOPPER, limits, write_linears
 from fp4_ops.runtime import first_use, native
 
@@ -103,7 +103,12 @@ def test_the_check_of_top_experts(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize(
-    "runs, error", [(cache.runs, "update_cache_error"), (topk.has_kernel, "top_experts_error")]
+    "runs, error",
+    [
+        (cache.runs, "update_cache_error"),
+        (cached.runs, "cached_attention_error"),
+        (topk.has_kernel, "top_experts_error"),
+    ],
 )
 def test_other_kernels_whose_first_use_is_wrong_are_not_used(hopper, monkeypatch, runs, error):
     for found in (1e-3, float("inf")):
