@@ -54,8 +54,10 @@ topk: # ms, # -> # nodes
 attention: # ms, # -> # nodes
 sums: # ms, # -> # nodes
 step_linears: # ms, # -> # nodes
+step_router: # ms, # -> # nodes
 caches: # ms, # -> # nodes
 step_attention: # ms, # -> # nodes
+cached_attention: # ms, # -> # nodes
 shared: # ms, # -> # nodes
 counters: # ms, # -> # nodes
 inputs: # ms, # -> # nodes
