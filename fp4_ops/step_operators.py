@@ -8,4 +8,3 @@ from .backends import anywhere
 
 _LIBRARY = Library("fp4", "IMPL")
 _LIBRARY.impl("moe_slots", anywhere.moe_slots, "CPU")
-_LIBRARY.impl("router", anywhere.router, "CPU")

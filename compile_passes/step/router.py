@@ -1,7 +1,8 @@
-"""Rewrites a router's fp4::linears and the fp4::top_experts of its result to one fp4::router on Hopper.
+"""Rewrites a router's fp4::linears and the fp4::top_experts of its result to one fp4::router.
 
-The choice of a few experts takes a kernel of its own longer to wait for the logits than to choose. This pass
-comes after those that write the two operators (linears.py, neighbours/topk.py).
+On a GPU, a kernel that chooses a few experts waits for the logits longer than it chooses. On a CPU, the call of
+an operator takes about as long as the choice. This pass comes after those that write the two operators
+(linears.py, neighbours/topk.py).
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ fp4 = torch.ops.fp4
 MAX_ROWS, MAX_EXPERTS, MAX_CHOSEN = 8, 128, 16
 MAX_BYTES = 2**20
 """Eight thread blocks hold the whole weight in shared memory."""
+WHOLE = ("cpu",)
+"""Devices whose operator takes all that the two operators take."""
 OWN = 3
 """Number of results before the norm's result and the sum: logits, weights, ids."""
 
@@ -50,7 +53,7 @@ def write_router(graph: fx.Graph) -> list[str]:
         if product is not None:
             _write(graph, product, choice)
             done += 1
-    what = "a router's fp4::linears and fp4::top_experts are one kernel (fp4::router)"
+    what = "a router's fp4::linears and fp4::top_experts are one operator (fp4::router)"
     return [f"decoding step ({done}x): {what}"] if done else []
 
 
@@ -65,16 +68,27 @@ def _product(choice: fx.Node) -> fx.Node | None:
     if len(a["weights"]) != 1 or a["residual"] is not None or not is_tensor(x) or not is_tensor(logits):
         return None
     (weight,) = a["weights"]
+    if static_int(shape(logits)[-1]) != shape(weight)[0]:
+        return None
+    whole = value(x).device.type in WHOLE
+    return made[0] if whole or _has_kernel_for(x, weight, logits, a_choice["k"]) else None
+
+
+def _has_kernel_for(x: fx.Node, weight: fx.Node, logits: fx.Node, chosen: int) -> bool:
     rows = [static_int(n) or MAX_ROWS + 1 for n in shape(x)[:-1]]  # a symbolic number counts as many
     experts, k = map(int, shape(weight))
     # Of few experts, each tile of the weight has the place of a whole one in all blocks.
     held = (64 if experts <= 64 else MAX_EXPERTS) * k * value(weight).element_size()
-    fits = prod(rows) <= MAX_ROWS and experts <= MAX_EXPERTS and held <= MAX_BYTES
-    fits = fits and a_choice["k"] <= MAX_CHOSEN and static_int(shape(logits)[-1]) == experts
-    fits = (
-        fits and value(x).dtype in (torch.bfloat16, torch.float16) and value(logits).dtype == value(x).dtype
+    dtype = value(x).dtype
+    return (
+        prod(rows) <= MAX_ROWS
+        and experts <= MAX_EXPERTS
+        and chosen <= MAX_CHOSEN
+        and held <= MAX_BYTES
+        and dtype in (torch.bfloat16, torch.float16)
+        and value(logits).dtype == dtype
+        and has_kernel(value(x).device)
     )
-    return made[0] if fits and has_kernel(value(x).device) else None
 
 
 def _write(graph: fx.Graph, product: fx.Node, choice: fx.Node) -> None:

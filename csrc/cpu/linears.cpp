@@ -7,7 +7,7 @@
 
 #include "common/boxed.h"
 #include "cpu/parallel.h"
-#include "cpu/tensors.h"
+#include "cpu/step.h"
 
 namespace fp4::cpu {
 namespace {
@@ -98,6 +98,8 @@ void multiply(const Input& in, const Linear& linear, int64_t unit, const float* 
 
 const uint8_t* bytes(const OptionalTensor& t) { return t ? data<uint8_t>(*t) : nullptr; }
 
+}  // namespace
+
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
                             const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
                             double eps, const OptionalTensor& residual, const OptionalTensor& addend,
@@ -152,8 +154,6 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
               {rows > 0 ? units : 0, std::max<int64_t>(1, fitted::grains::row_bytes / unit_bytes), run}});
   return made;
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("linears", FP4_BOX(linears)); }
 

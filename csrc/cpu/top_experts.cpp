@@ -4,7 +4,7 @@
 
 #include "common/boxed.h"
 #include "cpu/parallel.h"
-#include "cpu/tensors.h"
+#include "cpu/step.h"
 
 namespace fp4::cpu {
 namespace {
@@ -50,6 +50,8 @@ void run_row(const Problem& p, int64_t row, float* x, float* chosen) {
   kn.convert(chosen, p.k, p.weights + row * p.k * dtype_size(p.out_dtype), p.out_dtype);
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor> top_experts(const Tensor& logits, int64_t k, bool softmax, bool normalize,
                                        std::optional<ScalarType> out_dtype) {
   const ScalarType dtype = check_top_experts(logits, k, out_dtype);
@@ -74,8 +76,6 @@ std::tuple<Tensor, Tensor> top_experts(const Tensor& logits, int64_t k, bool sof
   run_phases({{rows, grain_for(experts), run}});
   return {weights, ids};
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("top_experts", FP4_BOX(top_experts)); }
 

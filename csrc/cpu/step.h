@@ -1,0 +1,19 @@
+// Operators of a decoding step of which others are composed.
+#pragma once
+
+#include <tuple>
+#include <vector>
+
+#include "cpu/tensors.h"
+
+namespace fp4::cpu {
+
+std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
+                            const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
+                            double eps, const OptionalTensor& residual, const OptionalTensor& addend,
+                            bool early, bool keep_norm, bool norm_in_float);
+
+std::tuple<Tensor, Tensor> top_experts(const Tensor& logits, int64_t k, bool softmax, bool normalize,
+                                       std::optional<ScalarType> out_dtype);
+
+}  // namespace fp4::cpu
