@@ -2,8 +2,7 @@
 
 On a Hopper GPU, the first is a launch of its own that waits for memory, while few of the GPU's
 multiprocessors have anything to do. In attention's kernel, the first keys and values are on their way
-meanwhile. The result is the same, bit for bit. A CPU computes the two one after the other, so there it stays
-two operators.
+meanwhile. A CPU computes the two one after the other, in one call. The result is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ fp4 = torch.ops.fp4
 
 
 def runs(device: torch.device) -> bool:
-    """True for a Hopper GPU on which the kernel passed the check of its first use."""
-    return native.is_hopper(device) and cached_attention_kernel(device.index or 0)
+    """True for a CPU, and for a Hopper GPU on which the kernel passed the check of its first use."""
+    return device.type == "cpu" or (native.is_hopper(device) and cached_attention_kernel(device.index or 0))
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def write_cached_attention(graph: fx.Graph) -> list[str]:
     pairs = [pair for pair in found if pair is not None and _fits(pair) and _is_alone(pair, position)]
     for pair in pairs:
         _write(graph, pair)
-    what = "the update of the cache and attention are one kernel"
+    what = "the update of the cache and attention are one operator"
     return [f"decoding step ({len(pairs)}x): {what} (fp4::cached_attention)"] if pairs else []
 
 

@@ -1,7 +1,7 @@
 """Rewrites a router's fp4::linears and the fp4::top_experts of its result to one fp4::router.
 
-On a GPU, a kernel that chooses a few experts waits for the logits longer than it chooses. On a CPU, the call of
-an operator takes about as long as the choice. This pass comes after those that write the two operators
+On a GPU, a kernel that chooses a few experts waits for the logits longer than it chooses. On a CPU, the call
+of an operator takes about as long as the choice. This pass comes after those that write the two operators
 (linears.py, neighbours/topk.py).
 """
 

@@ -1,7 +1,5 @@
 // Attention of few tokens over a cache on the CPU. Keys are divided into parts that threads share. Keys that
 // are not seen are not read, and a part without any is skipped: a static cache is seldom full.
-#include "cpu/attention.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,7 +7,7 @@
 
 #include "common/boxed.h"
 #include "cpu/parallel.h"
-#include "cpu/tensors.h"
+#include "cpu/step.h"
 
 namespace fp4::cpu {
 namespace {

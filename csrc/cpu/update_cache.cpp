@@ -3,9 +3,8 @@
 #include <algorithm>
 
 #include "common/boxed.h"
-#include "cpu/attention.h"
 #include "cpu/parallel.h"
-#include "cpu/tensors.h"
+#include "cpu/step.h"
 
 namespace fp4::cpu {
 namespace {

@@ -90,5 +90,5 @@ def test_block_scales_of_two_dtypes_are_refused():
 def test_int8_activations_are_refused_on_a_gpu():
     a, (w,), _ = drawn("int4", "plain", (16,), 2, torch.float32, "cuda")
     b, b_scale, factor = w.operands()
-    with pytest.raises(RuntimeError, match="a_format is 'int8'; .* CPU only. On cuda it must be 'none'"):
+    with pytest.raises(RuntimeError, match=r"a_format is 'int8'; .* CPU only. On cuda it must be 'none'"):
         fp4.packed_linears(a, [b], [b_scale], [factor], [None], format="int4", a_format="int8")

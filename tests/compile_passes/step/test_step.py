@@ -116,7 +116,7 @@ def test_other_kernels_whose_first_use_is_wrong_are_not_used(hopper, monkeypatch
         first_use.forget()
         first_use.cache_file().unlink(missing_ok=True)
         assert runs(torch.device("cuda", 1)) is (found < trust.BOUND)
-    assert runs(torch.device("cpu")) is (runs is cache.runs)  # whose kernel for a CPU needs no check
+    assert runs(torch.device("cpu")) is (runs is not topk.has_kernel)  # operators of a CPU need no check
 
 
 @pytest.fixture(autouse=True)
@@ -503,8 +503,8 @@ def test_a_model_takes_its_steps_in_fewer_kernels(device):
     assert relative_error(ours, plain.double()) < 3e-2
     assert recorder.compilations == 1 and len(recorder.graphs) == 1
     names = [str(n.target) for n in recorder.graphs[0].graph.nodes]
-    # Two layers of three, and the last norm with the head.
-    assert names.count("fp4.linears.default") == 7
+    # Two layers of two and a router, and the last norm with the head.
+    assert [names.count(f"fp4.{name}.default") for name in ("linears", "router")] == [5, 2]
     assert names.count("aten.mm.default") == 0
     assert sum(said.endswith("one kernel (fp4::linears)") for said in recorder.frames[0].also) == 2
 
