@@ -24,9 +24,8 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain,
 // quota of its container. More threads would wait for each other.
 int64_t num_threads();
 
-// Runs the phases one after another, in one parallel region of up to num_threads() threads. Threads that have
-// no part of a phase wait for its parts to end. If a part throws, this throws the same exception, and later
-// phases do not run.
+// Runs the phases one after another, each with up to num_threads() threads. If a part throws, this throws the
+// same exception, and later phases do not run.
 void run_phases(const std::vector<Phase>& phases);
 
 }  // namespace fp4::cpu
