@@ -77,7 +77,7 @@ def _product(choice: fx.Node) -> fx.Node | None:
 def _has_kernel_for(x: fx.Node, weight: fx.Node, logits: fx.Node, chosen: int) -> bool:
     rows = [static_int(n) or MAX_ROWS + 1 for n in shape(x)[:-1]]  # a symbolic number counts as many
     experts, k = map(int, shape(weight))
-    # Of few experts, each tile of the weight has the place of a whole one in all blocks.
+    # The kernel's shared memory has room for 64 experts or for 128, however many there are.
     held = (64 if experts <= 64 else MAX_EXPERTS) * k * value(weight).element_size()
     dtype = value(x).dtype
     return (

@@ -29,10 +29,10 @@ struct Problem {
   int64_t rows() const { return sequences * tokens; }
   int64_t group() const { return heads / kv_heads; }
   int64_t parts() const { return (length + kPartKeys - 1) / kPartKeys; }
-  // What a part holds for each of its query heads: the sums of the values, then the largest scores and the
-  // sums of the weights.
+  // A part has, for each of its query heads, the sums of the values. The largest scores and the sums of the
+  // weights follow.
   int64_t part_values() const { return group() * (value_size + 2); }
-  // Values of float32 that a part needs while it is computed.
+  // A part needs this number of float32 values while it is computed.
   int64_t scratch_values() const { return group() * (padded_k(size) + kPartKeys); }
 
   // Tells whether key i of a row is seen.

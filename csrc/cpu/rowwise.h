@@ -322,7 +322,8 @@ template <DType dtype>
 // end of a page.
 constexpr int64_t kRowPrefetch = 4096;
 
-// The rows that one function multiplies at once. More need more registers than there are.
+// One function multiplies this number of rows, columns and chunks of 16 values at once. More need more
+// registers than there are.
 #if defined(__AVX512F__)
 constexpr int kRowsAtOnce = 4, kColumnsAtOnce = 2, kChunksAtOnce = 4;
 #else

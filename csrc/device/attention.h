@@ -29,8 +29,8 @@ struct AttentionParams {
 
 extern "C" {
 int fp4_kernel_attention(const fp4::device::AttentionParams* params, int sms, void* stream);
-// Of the queries that `update` makes, after its write. `params` has no q, `update` no out. `sinks`: a logit
-// more for each head of q, in its type; or null.
+// Writes the new keys and values, then computes attention of the queries that `update` describes. `params`
+// has no q, and `update` has no out. `sinks` has a logit more for each head of q, in its type, or is null.
 int fp4_kernel_cached_attention(const fp4::device::AttentionParams* params,
                                 const fp4::device::UpdateCacheParams* update, const void* sinks, int sms,
                                 void* stream);

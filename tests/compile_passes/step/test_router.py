@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from conftest import SEED
 from moe_models import Recorder, relative_error
 from one_pass import OnePass
-from test_step import qwen3
+from test_step import logits_of_steps, qwen3
 from torch import fx, nn
 
 from fp4_ops.backends.hopper import trust
@@ -256,18 +256,8 @@ def test_a_model(monkeypatch):
     monkeypatch.undo()
     transformers, model = qwen3("cpu")
     tokens = torch.randint(0, 128, (2, 7))
-
-    def steps(backend):
-        torch._dynamo.reset()
-        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-        run = torch.compile(model, backend=backend) if backend is not None else model
-        logits = [model(tokens[:, :4], past_key_values=cache).logits[:, -1:]]
-        for i in range(4, 7):
-            logits.append(run(tokens[:, i : i + 1], past_key_values=cache).logits)
-        return torch.cat(logits, 1)
-
-    with torch.no_grad():
-        plain, ours = steps(None), steps(recorder := Recorder())
+    plain = logits_of_steps(transformers, model, tokens)
+    ours = logits_of_steps(transformers, model, tokens, recorder := Recorder())
     assert relative_error(ours, plain.double()) < 3e-2
     names = [str(n.target) for n in recorder.graphs[0].graph.nodes]
     # Two layers: q, k and v; the output and the residual. Then the head.

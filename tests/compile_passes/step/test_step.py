@@ -484,22 +484,24 @@ def qwen3(device: str):
     return transformers, model
 
 
+@torch.no_grad()
+def logits_of_steps(transformers, model, tokens, backend=None) -> torch.Tensor:
+    """Runs a prompt of four tokens, then a step of each of the others, which `backend` compiles."""
+    torch._dynamo.reset()
+    cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+    run = torch.compile(model, backend=backend) if backend is not None else model
+    logits = [model(tokens[:, :4], past_key_values=cache).logits[:, -1:]]
+    for i in range(4, tokens.shape[1]):
+        logits.append(run(tokens[:, i : i + 1], past_key_values=cache).logits)
+    return torch.cat(logits, 1)
+
+
 @pytest.mark.slow
 def test_a_model_takes_its_steps_in_fewer_kernels(device):
     transformers, model = qwen3(device)
     tokens = torch.randint(0, 128, (2, 9), device=device)
-
-    def steps(backend):
-        torch._dynamo.reset()
-        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
-        run = torch.compile(model, backend=backend) if backend is not None else model
-        logits = [model(tokens[:, :4], past_key_values=cache).logits[:, -1:]]
-        for i in range(4, 9):
-            logits.append(run(tokens[:, i : i + 1], past_key_values=cache).logits)
-        return torch.cat(logits, 1)
-
-    with torch.no_grad():
-        plain, ours = steps(None), steps(recorder := Recorder())
+    plain = logits_of_steps(transformers, model, tokens)
+    ours = logits_of_steps(transformers, model, tokens, recorder := Recorder())
     assert relative_error(ours, plain.double()) < 3e-2
     assert recorder.compilations == 1 and len(recorder.graphs) == 1
     names = [str(n.target) for n in recorder.graphs[0].graph.nodes]
