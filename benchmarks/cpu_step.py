@@ -1,7 +1,8 @@
 """Measures a whole decoding step of Qwen3-30B-A3B on a CPU, where only the experts or all weights are in 4
 bits.
 
-    python benchmarks/cpu_step.py [--layers N] [--formats nvfp4] [--threads 16] [--prefill 512]
+    python benchmarks/cpu_step.py [--layers N] [--formats nvfp4] [--variants experts,whole]
+                                  [--threads 16] [--prefill 512] [--rounds 5]
                                   [--bench build/bin/llama-bench --folder /dev/shm]
 
 The model has random bfloat16 weights and a static cache that holds 100 tokens, and runs with batch 1 under
@@ -42,8 +43,6 @@ from fp4_ops.host_memory import use_huge_pages
 from fp4_ops.models.outside_experts import find_outside, kind_of
 
 ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 100
-ROUNDS = 5
-"""llama.cpp and fp4_ops take turns this many times."""
 VOCABULARY = 151936
 SIZES = dict(
     hidden_size=2048, num_attention_heads=32, num_key_value_heads=4, head_dim=128, num_experts=128,
@@ -111,27 +110,35 @@ def add_layers(model: Qwen3MoeForCausalLM, layers: int) -> None:
     model.config.num_hidden_layers = layers
 
 
-@torch.no_grad()
-def step_ms(model: Qwen3MoeForCausalLM) -> dict[str, float]:
-    """Measures milliseconds of a step: compiled, compiled without guards, and not compiled. They take turns.
+class Steps:
+    """Steps of a model, compiled once."""
 
-    Without guards means under torch.compiler.set_stance(skip_guard_eval_unsafe=True).
-    """
-    torch._dynamo.reset()
-    compiled = torch.compile(model, backend="fp4", dynamic=False)
-    cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 3 * (STEPS + SKIP))
-    ids = torch.randint(1, VOCABULARY, (1, CONTEXT))
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    times: dict[str, list[float]] = {"ms": [], "unguarded_ms": [], "eager_ms": []}
-    for _ in range(STEPS + SKIP):
-        for name, of in times.items():
-            with torch.compiler.set_stance(skip_guard_eval_unsafe=name == "unguarded_ms"):
-                start = time.perf_counter()
-                token = logits[:, -1].float().argmax(-1, keepdim=True)  # as `generate` does
-                step = model if name == "eager_ms" else compiled
-                logits = step(token, past_key_values=cache, logits_to_keep=1).logits
-                of.append(time.perf_counter() - start)
-    return {name: 1e3 * statistics.median(of[SKIP:]) for name, of in times.items()}
+    def __init__(self, model: Qwen3MoeForCausalLM) -> None:
+        torch._dynamo.reset()
+        self.model = model
+        self.compiled = torch.compile(model, backend="fp4", dynamic=False)
+        self.cache = StaticCache(config=model.config, max_cache_len=CONTEXT + 3 * (STEPS + SKIP))
+
+    @torch.no_grad()
+    def ms(self) -> dict[str, float]:
+        """Measures milliseconds of a step: compiled, compiled without guards, and not compiled. They take
+        turns.
+
+        Without guards means under torch.compiler.set_stance(skip_guard_eval_unsafe=True).
+        """
+        self.cache.reset()
+        ids = torch.randint(1, VOCABULARY, (1, CONTEXT))
+        logits = self.model(ids, past_key_values=self.cache, logits_to_keep=1).logits
+        times: dict[str, list[float]] = {"ms": [], "unguarded_ms": [], "eager_ms": []}
+        for _ in range(STEPS + SKIP):
+            for name, of in times.items():
+                with torch.compiler.set_stance(skip_guard_eval_unsafe=name == "unguarded_ms"):
+                    start = time.perf_counter()
+                    token = logits[:, -1].float().argmax(-1, keepdim=True)  # as `generate` does
+                    step = self.model if name == "eager_ms" else self.compiled
+                    logits = step(token, past_key_values=self.cache, logits_to_keep=1).logits
+                    of.append(time.perf_counter() - start)
+        return {name: 1e3 * statistics.median(of[SKIP:]) for name, of in times.items()}
 
 
 @torch.no_grad()
@@ -168,11 +175,11 @@ class Peer:
         return self.ms("-p", str(tokens), "-n", "0")
 
 
-def in_turn(model: Qwen3MoeForCausalLM, peer: Peer) -> dict[str, float]:
+def in_turn(steps: Steps, peer: Peer, rounds: int) -> dict[str, float]:
     """Measures steps of both, in rounds."""
-    rounds = [{**step_ms(model), "llama_cpp_ms": peer.step_ms()} for _ in range(ROUNDS)]
-    times = {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
-    times["speedup"] = statistics.median(r["llama_cpp_ms"] / r["ms"] for r in rounds)
+    measured = [{**steps.ms(), "llama_cpp_ms": peer.step_ms()} for _ in range(rounds)]
+    times = {name: statistics.median(r[name] for r in measured) for name in measured[0]}
+    times["speedup"] = statistics.median(r["llama_cpp_ms"] / r["ms"] for r in measured)
     return {**times, "llama_cpp_gb": peer.gb}
 
 
@@ -184,23 +191,26 @@ def gigabytes(model: torch.nn.Module) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=ALL_LAYERS)
     parser.add_argument("--formats", default="nvfp4")
+    parser.add_argument("--variants", default=",".join(KINDS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--bench", type=Path, help="llama-bench of a build of llama.cpp")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for llama.cpp's file")
+    parser.add_argument("--rounds", type=int, default=5, help="in which llama.cpp and fp4_ops take turns")
 
 
 def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.set_num_threads(args.threads)
     yield cpu_machine.bandwidth(args.threads)
     peer = Peer(args) if args.bench else None
+    kinds_of = {variant: KINDS[variant] for variant in args.variants.split(",")}
     for format in args.formats.split(","):
-        for variant in KINDS:
+        for variant in kinds_of:
             yield check(format, variant)
         model = new_model()
         fp4_ops.prepare(model, format)
         add_layers(model, args.layers)
-        for variant, kinds in KINDS.items():
+        for variant, kinds in kinds_of.items():
             find_outside(model, dict.fromkeys(kinds, format)).pack()
             names = {"variant": variant, "format": format, "threads": args.threads, "layers": args.layers}
             gb = gigabytes(model)
@@ -211,7 +221,8 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
                     "table": "prefill", **names, "tokens": args.prefill, "ms": ms,
                     "tokens_per_s": 1e3 * args.prefill / ms, **theirs,
                 }  # fmt: skip
-            times = in_turn(model, peer) if peer else step_ms(model)
+            steps = Steps(model)
+            times = in_turn(steps, peer, args.rounds) if peer else steps.ms()
             yield {"table": "step", **names, **times, "tokens_per_s": 1e3 / times["ms"], "gb": gb}
         del model
         gc.collect()

@@ -2,7 +2,7 @@
 bf16 model.
 
     python benchmarks/step.py [--models qwen3-30b] [--layers N] [--batches 1,8,64] [--contexts 100,1000]
-                              [--room 4096] [--variants fp4,stock]
+                              [--room 4096] [--variants fp4,fp8,all4,stock]
 
 The weights are random. All layers hold the same numbers, but each layer has its own memory. The static cache
 is filled with prompts until it holds `context` tokens. It has room for `room` tokens, by default for
@@ -18,6 +18,8 @@ bfloat16 as the uncompiled model does. With 24 layers the error is then 1.1e-2, 
 model is 1.2e-2, and with `emulate_precision_casts` ours is 4.8e-3.
 
     fp4      fp4_ops.prepare(model, format), torch.compile(model, backend="fp4"); MODELS has the format
+    fp8      the same with attention="fp8", head="fp8"
+    all4     the same with attention and head in the experts' format
     stock    the bf16 model, torch.compile(model)
 
 `--kernels` also yields each kernel's time in a step. A kernel may begin while it waits for the one before it,
@@ -107,8 +109,9 @@ def new_model(case: Case) -> PreTrainedModel:
             torch.nn.init.normal_(p, 1.0, 0.1)
         elif name.endswith("bias"):
             torch.nn.init.normal_(p, 0.0, 0.02)
-    if case.variant == "fp4":
-        fp4_ops.prepare(model, what.format)
+    if case.variant != "stock":
+        outside = {"fp8": "fp8", "all4": what.format}.get(case.variant, "keep")
+        fp4_ops.prepare(model, what.format, attention=outside, head=outside)
     stack = model.model.layers
     for i in range(period, case.layers):
         layer = copy.deepcopy(stack[i % period])
@@ -206,14 +209,11 @@ class Step:
         return [(name, calls[name] / PROFILED, total / PROFILED) for name, total in us.most_common()]
 
 
-BACKENDS = {"fp4": "fp4", "stock": "inductor"}
-
-
 @torch.no_grad()
 def work(case: Case, parent: Connection, kernels: bool) -> None:
     """Compiles a case, reports that it is ready, and times it when the parent asks for it."""
     try:
-        step = Step(case, BACKENDS[case.variant])
+        step = Step(case, "inductor" if case.variant == "stock" else "fp4")
         parent.send(None)
         parent.recv()
         ms = step.ms()

@@ -76,9 +76,8 @@ STABLE_TORCH_LIBRARY(fp4, m) {
   // --- a decoding step beside the experts ---
   m.def(
       "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight, float eps, "
-      "Tensor? residual, Tensor? addend=None, *, bool early=False, bool keep_norm=False, bool "
-      "norm_in_float=False) "
-      "-> Tensor[]");
+      "Tensor? residual, Tensor? addend=None, Tensor[]? weight_scales=None, *, bool early=False, "
+      "bool keep_norm=False, bool norm_in_float=False) -> Tensor[]");
   m.def(
       "update_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor(a!) keys, Tensor(b!) values, Tensor start) -> Tensor");

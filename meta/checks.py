@@ -24,6 +24,8 @@ from .formats import A_FORMAT_NAMES, Format
 from .layouts import A_LAYOUTS, LAYOUTS, Layout
 from .operand_checks import (
     BOOLEAN,
+    FLOAT8,
+    FLOAT32,
     FLOATING,
     FLOATING_OR_DOUBLE,
     INDEX,
@@ -333,14 +335,20 @@ def check_linears(
     biases: int,
     keep_norm: bool,
     norm_in_float: bool,
+    weight_scales: int,
 ) -> None:
-    """Checks what all products share; `check_linear` checks each. `weights`, `biases`: their numbers."""
+    """Checks what all products share; `check_linear` checks each. `weights`, `biases`, `weight_scales`: their
+    numbers, 0 scales without weights in fp8."""
     check_dtype("x", x, FLOATING)
     check_not_scalar("x", x)
     check(weights >= 1, lambda: "weights is empty; it must have 1 or more tensors")
     check(
         biases == weights,
         lambda: f"biases has {biases} entries; weights has {weights}, and they must be equal",
+    )
+    check(
+        weight_scales == 0 or weight_scales == weights,
+        lambda: f"weight_scales has {weight_scales} entries; weights has {weights}, and they must be equal",
     )
     check(
         residual is None or weights == 1,
@@ -363,15 +371,28 @@ def check_linears(
 
 
 def check_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight_scale: torch.Tensor | None,
 ) -> None:
-    """Checks one product of `linears`: x [..., K], weight [N, K], bias [N], residual [..., N]."""
-    check_like("weights", weight, "x", x)
+    """Checks one product of `linears`: x [..., K], weight [N, K], bias [N], residual [..., N], weight_scale
+    [N] of a weight in fp8."""
+    if weight_scale is None:
+        check_like("weights", weight, "x", x)
+    if weight_scale is not None:
+        check_dtype("weights", weight, FLOAT8)
+        check_device("weights", weight, "x", x)
+        check_dtype("weight_scales", weight_scale, FLOAT32)
+        check_device("weight_scales", weight_scale, "x", x)
     check_dim("weights", weight, 2)
     check(
         weight.shape[1] == x.shape[-1],
         lambda: f"weights has {weight.shape[1]} columns; x has {x.shape[-1]}, and they must be equal",
     )
+    if weight_scale is not None:
+        check_shape("weight_scales", weight_scale, (weight.shape[0],))
     if bias is not None:
         check_like("biases", bias, "x", x)
         check_shape("biases", bias, (weight.shape[0],))
@@ -537,8 +558,8 @@ def check_router(
     out_dtype: torch.dtype | None,
 ) -> torch.dtype:
     """Returns the dtype of the weights."""
-    check_linears(x, norm_weight, None, addend, 1, 1, keep_norm, norm_in_float)
-    check_linear(x, weight, bias, None)
+    check_linears(x, norm_weight, None, addend, 1, 1, keep_norm, norm_in_float, 0)
+    check_linear(x, weight, bias, None, None)
     check(
         k >= 1 and k <= weight.shape[0],
         lambda: f"k is {k}; it must be between 1 and the number of experts, {weight.shape[0]}",

@@ -194,14 +194,15 @@ def moe_input_grads(
 
 @_fake
 def linears(
-    x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False,
-    norm_in_float=False,
+    x, weights, biases, norm_weight, eps, residual, addend=None, weight_scales=None, *, early=False,
+    keep_norm=False, norm_in_float=False,
 ):  # fmt: skip
     checks.check_linears(
-        x, norm_weight, residual, addend, len(weights), len(biases), keep_norm, norm_in_float
-    )
-    for weight, bias in zip(weights, biases):
-        checks.check_linear(x, weight, bias, residual)
+        x, norm_weight, residual, addend, len(weights), len(biases), keep_norm, norm_in_float,
+        len(weight_scales or []),
+    )  # fmt: skip
+    for weight, bias, scale in zip(weights, biases, weight_scales or [None] * len(weights)):
+        checks.check_linear(x, weight, bias, residual, scale)
     made = [x.new_empty((*x.shape[:-1], weight.shape[0])) for weight in weights]
     return [*made, *(x.new_empty(x.shape) for _ in range(keep_norm + (addend is not None)))]
 

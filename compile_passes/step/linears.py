@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..graph.nodes import (
     integer,
     is_op,
     is_tensor,
+    item,
     operand,
     passes_order,
     same_shape,
@@ -38,6 +39,8 @@ fp4 = torch.ops.fp4
 
 MAX_WEIGHTS = 3
 K_MULTIPLE = 64
+FP8_ROWS = 32
+"""The most rows of a product with a weight in fp8, which is one fp4::linears before this pass."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,16 @@ def limits(device: torch.device) -> Limits | None:
 
 @dataclass(frozen=True)
 class _Linear:
-    """x @ weight.T + bias, x [M, K]. `rows` has the elements of x, before reshapes."""
+    """x @ weight.T + bias, x [M, K], or (x @ weight.T) * scale + bias with a weight in fp8. `rows` has the
+    elements of x, before reshapes. `call` is the operator that reads x, and `node` is its result.
+    """
 
     node: fx.Node
+    call: fx.Node
     x: fx.Node
     rows: fx.Node
     weight: fx.Node
+    scale: fx.Node | None
     bias: fx.Node | None
     limits: Limits
 
@@ -93,7 +100,7 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
     left: Counter[str] = Counter()
     by_rows: dict[fx.Node, list[_Linear]] = {}
     for node in graph.nodes:
-        linear = _read(node, parameters)
+        linear = _read(node, parameters) or _read_fp8(node, parameters)
         if linear is not None:
             by_rows.setdefault(linear.rows, []).append(linear)
     for rows, linears in by_rows.items():
@@ -159,7 +166,35 @@ def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
     rows = _source(x, k)
     if not _few(rows, most.rows):
         return None
-    return _Linear(node, x, rows, weight, bias, most)
+    return _Linear(node, node, x, rows, weight, None, bias, most)
+
+
+def _read_fp8(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
+    """Reads a product of few rows and a parameter in fp8: fp4::linears with one weight and nothing else.
+    Returns None for other nodes."""
+    made = item(node)
+    if made is None or made[1] != 0 or not is_op(made[0], fp4.linears) or not is_tensor(node):
+        return None
+    a = arguments(made[0])
+    if len(a["weights"]) != 1 or len(a["weight_scales"] or ()) != 1:
+        return None
+    if any(a[name] is not None for name in ("norm_weight", "residual", "addend")):
+        return None
+    x, (weight,), (scale,), (bias,) = (a[name] for name in ("x", "weights", "weight_scales", "biases"))
+    if not {weight, scale, bias} - {None} <= set(parameters) or not is_tensor(x) or value(x).dim() != 2:
+        return None
+    most = limits(value(x).device)
+    if most is None or value(x).dtype not in most.dtypes or not value(weight).is_contiguous():
+        return None
+    k = static_int(shape(weight)[1])
+    if k is None or k % K_MULTIPLE:
+        return None
+    rows = _source(x, k)
+    if not _few(rows, FP8_ROWS):
+        return None
+    # torch has no such product, so the operator is not compared with any, and it is one already.
+    own = replace(most, rows=FP8_ROWS, nbytes=float("inf"), alone=False)
+    return _Linear(node, made[0], x, rows, weight, scale, bias, own)
 
 
 def _bytes(linears: list[_Linear]) -> int:
@@ -167,9 +202,12 @@ def _bytes(linears: list[_Linear]) -> int:
 
 
 def _first_that_fit(linears: list[_Linear]) -> list[_Linear]:
-    """Returns the first products that fit into one call. A Qwen2-MoE layer has four of one norm."""
+    """Returns the first products that fit into one call. A Qwen2-MoE layer has four of one norm. All weights
+    of a call are in fp8, or none."""
     taken: list[_Linear] = []
     for linear in linears:
+        if (linear.scale is None) != (linears[0].scale is None):
+            continue
         if len(taken) < MAX_WEIGHTS and _bytes([*taken, linear]) <= linear.limits.nbytes:
             taken.append(linear)
     return taken
@@ -224,7 +262,7 @@ def _residual(linear: _Linear) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
-    readers = _readers(norm.node) - {linear.node for linear in linears}
+    readers = _readers(norm.node) - {linear.call for linear in linears}
     x, addend = _addends(norm.x) or (norm.x, None)
     with graph.inserting_after(norm.node if addend is None else norm.x):
         out = _call(graph, x, linears, norm, None, bool(readers), addend)
@@ -281,6 +319,8 @@ def _call(
 ) -> fx.Node:
     weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
     options: dict[str, Any] = {"keep_norm": True} if keep_norm else {}
+    if linears[0].scale is not None:
+        options["weight_scales"] = [linear.scale for linear in linears]
     if norm is not None and norm.in_float:
         options["norm_in_float"] = True
     if any(_is_computed(t) for t in (x, addend) if t is not None):  # A kernel of this graph makes x, but none

@@ -103,10 +103,15 @@ const uint8_t* bytes(const OptionalTensor& t) { return t ? data<uint8_t>(*t) : n
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
                             const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
                             double eps, const OptionalTensor& residual, const OptionalTensor& addend,
-                            bool /*early*/, bool keep_norm, bool norm_in_float) {
+                            const std::optional<std::vector<Tensor>>& weight_scales, bool /*early*/,
+                            bool keep_norm, bool norm_in_float) {
+  const int64_t scales = weight_scales ? int64_t(weight_scales->size()) : 0;
   check_linears(x, norm_weight, residual, addend, int64_t(weights.size()), int64_t(biases.size()), keep_norm,
-                norm_in_float);
-  for (size_t i = 0; i < weights.size(); ++i) check_linear(x, weights[i], biases[i], residual);
+                norm_in_float, scales);
+  for (size_t i = 0; i < weights.size(); ++i)
+    check_linear(x, weights[i], biases[i], residual,
+                 scales > 0 ? OptionalTensor((*weight_scales)[i]) : std::nullopt);
+  if (scales > 0) fail("weight_scales: no kernel");
   const int64_t k = x.size(x.dim() - 1), rows = k > 0 ? x.numel() / k : x.numel() == 0 ? num_rows(x) : 0;
   const Tensor x_ = as_contiguous(x);
   const OptionalTensor added = as_contiguous(addend), norm = as_contiguous(norm_weight),

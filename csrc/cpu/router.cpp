@@ -12,7 +12,7 @@ std::vector<Tensor> router(const Tensor& x, const Tensor& weight, const Optional
                            bool norm_in_float, std::optional<ScalarType> out_dtype) {
   check_router(x, weight, bias, norm_weight, addend, k, keep_norm, norm_in_float, out_dtype);
   std::vector<Tensor> made =
-      linears(x, {weight}, {bias}, norm_weight, eps, {}, addend, early, keep_norm, norm_in_float);
+      linears(x, {weight}, {bias}, norm_weight, eps, {}, addend, {}, early, keep_norm, norm_in_float);
   const auto [weights, ids] = top_experts(made[0], k, softmax, normalize, out_dtype);
   made.insert(made.begin() + 1, {weights, ids});
   return made;

@@ -11,7 +11,8 @@ namespace fp4::cpu {
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
                             const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
                             double eps, const OptionalTensor& residual, const OptionalTensor& addend,
-                            bool early, bool keep_norm, bool norm_in_float);
+                            const std::optional<std::vector<Tensor>>& weight_scales, bool early,
+                            bool keep_norm, bool norm_in_float);
 
 Tensor update_cache(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cos, const Tensor& sin,
                     const OptionalTensor& q_norm, const OptionalTensor& k_norm, double eps,

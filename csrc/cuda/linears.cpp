@@ -1,5 +1,6 @@
 #include "cuda/linears.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "cuda/constants.h"
@@ -75,30 +76,57 @@ std::optional<LinearsConfig> configure_linears(const LinearsParams& given, const
 
 namespace {
 
+// More rows of x by weights in fp8 are multiplied by torch, which first makes weights in 16 bits. Up to here
+// the kernel reads them once for each kMostLinearRows rows.
+constexpr int64_t kMostFp8Rows = 2 * device::kMostLinearRows;
+
+// Returns the launch of `count` rows from `first` on.
+LinearsParams rows_of(LinearsParams p, int64_t first, int64_t count) {
+  const auto at = [&](const void* values, int64_t columns) -> void* {
+    if (values == nullptr) return nullptr;
+    return const_cast<uint8_t*>(static_cast<const uint8_t*>(values)) + first * columns * 2;
+  };
+  p.x = at(p.x, p.k);
+  p.addend = at(p.addend, p.k);
+  p.sum = at(p.sum, p.k);
+  p.normed = at(p.normed, p.k);
+  p.residual = at(p.residual, p.weight[0].n);
+  for (int i = 0; i < p.count; ++i) p.weight[i].out = at(p.weight[i].out, p.weight[i].n);
+  p.rows = int(count);
+  return p;
+}
+
 std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
                             const std::vector<OptionalTensor>& biases, const OptionalTensor& norm_weight,
                             double eps, const OptionalTensor& residual, const OptionalTensor& addend,
-                            bool early, bool keep_norm, bool norm_in_float) {
+                            const std::optional<std::vector<Tensor>>& weight_scales, bool early,
+                            bool keep_norm, bool norm_in_float) {
   const int count = int(weights.size());
-  check_linears(x, norm_weight, residual, addend, count, int64_t(biases.size()), keep_norm, norm_in_float);
-  for (int i = 0; i < count; ++i) check_linear(x, weights[i], biases[i], residual);
+  const bool fp8 = weight_scales && !weight_scales->empty();
+  check_linears(x, norm_weight, residual, addend, count, int64_t(biases.size()), keep_norm, norm_in_float,
+                fp8 ? int64_t(weight_scales->size()) : 0);
+  for (int i = 0; i < count; ++i)
+    check_linear(x, weights[i], biases[i], residual,
+                 fp8 ? OptionalTensor((*weight_scales)[i]) : std::nullopt);
   const Here here(x);
   const int64_t k = size(x, -1), rows = k > 0 ? x.numel() / k : 0;
   const auto as_is = [](const Tensor& t) {  // weights are not copied, because a copy would double their cost
     return t.is_contiguous() && reinterpret_cast<uintptr_t>(pointer(t)) % 16 == 0;
   };
-  bool fits = rows >= 1 && rows <= device::kMostLinearRows && k % device::kLinearStepK == 0;
+  LinearsParams p;
+  p.fp8 = fp8;
+  bool fits =
+      rows >= 1 && rows <= (fp8 ? kMostFp8Rows : device::kMostLinearRows) && k % device::kLinearStepK == 0;
   fits = fits && count <= device::kMostLinears && x.scalar_type() != ScalarType::Float;
   double weight_bytes = 0;
   for (const Tensor& w : weights) weight_bytes += 2.0 * double(w.numel());
   for (const Tensor& w : weights) fits = fits && as_is(w) && w.size(0) > 0 && w.numel() < int64_t(1) << 40;
   // More rows are faster with torch's products, unless this kernel saves the launches of a norm and of
-  // several weights.
-  if (rows > k_linears.most_rows) fits = fits && norm_weight && weight_bytes <= k_linears.most_bytes;
+  // several weights. torch has no product of weights in fp8 and rows in 16 bits.
+  if (!fp8 && rows > k_linears.most_rows) fits = fits && norm_weight && weight_bytes <= k_linears.most_bytes;
   std::optional<LinearsConfig> config;
-  LinearsParams p;
   if (fits) {
-    p.rows = int(rows);
+    p.rows = int(std::min<int64_t>(rows, device::kMostLinearRows));
     p.k = int(k);
     p.count = count;
     p.type = code_of(x.scalar_type());
@@ -112,13 +140,14 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   }
   if (!config)
     return fallback<std::vector<Tensor>>("linears", "its kernel does not take these rows or weights", x,
-                                         weights, biases, norm_weight, eps, residual, addend, early,
-                                         keep_norm, norm_in_float);
+                                         weights, biases, norm_weight, eps, residual, addend, weight_scales,
+                                         early, keep_norm, norm_in_float);
 
   const Tensor values = as_operand(x);
   const OptionalTensor first = as_operand(addend);
   const OptionalTensor norm = as_operand(norm_weight), added = as_operand(residual);
   std::vector<OptionalTensor> added_biases;
+  std::vector<Tensor> scales;
   std::vector<Tensor> made;
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   for (int i = 0; i < count; ++i) {
@@ -127,6 +156,9 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
     made.push_back(torch::stable::view(here.empty({rows, shape.back()}, x.scalar_type()), shape));
     p.weight[i].values = pointer(weights[i]);
     p.weight[i].bias = pointer(added_biases[i]);
+    if (fp8)
+      p.weight[i].scale =
+          static_cast<const float*>(pointer(scales.emplace_back(as_contiguous((*weight_scales)[i]))));
     p.weight[i].out = mutable_pointer(made[i]);
   }
   shape.back() = k;
@@ -141,7 +173,10 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   if (norm && pointer(norm) != pointer(norm_weight)) p.early = false;  // a kernel before this one copies it
   p.residual = pointer(added);
   p.config = *config;
-  check_launch(here.kernels().linears(&p, here.sms(), here.stream()), "fp4_kernel_linears");
+  for (int64_t first = 0; first < rows; first += device::kMostLinearRows) {
+    LinearsParams part = rows_of(p, first, std::min<int64_t>(rows - first, device::kMostLinearRows));
+    check_launch(here.kernels().linears(&part, here.sms(), here.stream()), "fp4_kernel_linears");
+  }
   return made;
 }
 

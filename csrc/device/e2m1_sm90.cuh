@@ -3,12 +3,12 @@
 #pragma once
 
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
 #include "../common/sm90_layout.h"
 #include "bytes.cuh"
+#include "e4m3.cuh"
 #include "types.cuh"
 #include "warp.cuh"
 
@@ -22,11 +22,6 @@ __host__ __device__ constexpr int half_position(int k) {
 
 // The high bytes of 0, 0.5, 1, 1.5 and 2, 3, 4, 6 in fp16; the low bytes are zero.
 constexpr uint32_t kHalfLow = 0x3E3C3800, kHalfHigh = 0x46444240;
-
-// Converts the lower two bytes from e4m3 to fp16.
-__host__ __device__ __forceinline__ half2 e4m3_pair(uint32_t two) {
-  return __nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3);
-}
 
 // Converts eight codes of one word to fp16, times `scale`: pairs (0, 2), (1, 3) of q = 0, then of q = 1.
 // `low` is kHalfLow.

@@ -15,10 +15,15 @@ constexpr int kLinearWarps = 8, kLinearWarpBits = 3;
 constexpr int kMostLinearClusterBits = 3;
 constexpr int kLinearDepths[] = {8, 6, 4, 3};
 
+constexpr int kLinearStepK = 64;                    // K of a step of x, and of a weight in 16 bits
+constexpr int kLinearSlot = 16 * kLinearStepK * 2;  // bytes of a step of a tile
+constexpr int kLinearsHead = 2;                     // barriers, in units of 16 bytes
+
 struct LinearWeight {
-  const void* values = nullptr;  // [n, k] of x's type
+  const void* values = nullptr;  // [n, k] of x's type, or in e4m3
   const void* bias = nullptr;    // [n] of bias_type, or null
   void* out = nullptr;           // [rows, n] of x's type
+  const float* scale = nullptr;  // [n], of a weight in e4m3: its products are multiplied by it
   int n = 0;
   int tiles_end = 0;  // the launcher sets it: 16-row tiles of the weights up to and with this one
 };
@@ -44,16 +49,16 @@ struct LinearsParams {
   DType type = DType::kBFloat16, bias_type = DType::kBFloat16;
   bool early = false;          // the weights and the norm's were there before the previous kernel began
   bool norm_in_float = false;  // the norm rounds after it multiplies by its weight, not before
+  bool fp8 = false;            // the weights are in e4m3
   LinearsConfig config;
   // The launcher sets these and all below.
   int tiles = 0, steps = 0, rounds = 0;
   int lane_bits = 0;  // lanes of a fragment: 4 for each column that is held
   int x_at = 0, norm_at = 0, stats_at = 0, sums_at = 0, sums_size = 0;  // in units of 16 bytes
-};
 
-constexpr int kLinearStepK = 64;                    // K that a warp takes at a time
-constexpr int kLinearSlot = 16 * kLinearStepK * 2;  // bytes of a step of a tile
-constexpr int kLinearsHead = 2;                     // barriers, in units of 16 bytes
+  // K that a warp takes at a time: 128 bytes of each row of a weight.
+  constexpr FP4_BOTH int step_k() const { return fp8 ? 2 * kLinearStepK : kLinearStepK; }
+};
 
 // Returns the number of eights of rows that the kernel is compiled for: 1, 2 or 4.
 constexpr FP4_BOTH int linear_columns(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
@@ -71,11 +76,12 @@ inline int complete_linears(LinearsParams& p, int sms) {
   if (p.config.clusters <= 0) p.config.clusters = sms / blocks;
   const int groups = parts(p.tiles, row_warps);
   if (p.config.clusters > groups) p.config.clusters = groups;
-  p.steps = p.k / kLinearStepK;
+  p.steps = parts(p.k, p.step_k());
   p.rounds = parts(groups, p.config.clusters);
   p.lane_bits = 2;
   while (p.lane_bits < 5 && p.rows > 1 << (p.lane_bits - 2)) ++p.lane_bits;
-  const int steps = parts(p.steps, blocks), slots = blocks * (kLinearWarps / row_warps);
+  const int steps = parts(p.steps, blocks) * (p.step_k() / kLinearStepK),
+            slots = blocks * (kLinearWarps / row_warps);
   p.x_at = kLinearsHead + kLinearWarps * p.config.depth * kLinearSlot / 16;
   p.norm_at = p.x_at + (steps * columns * (kLinearStepK / 32) << p.lane_bits);
   p.stats_at = p.norm_at + (p.norm_weight ? steps * kLinearStepK / 8 : 0);

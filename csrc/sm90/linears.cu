@@ -37,6 +37,9 @@ extern "C" int fp4_kernel_linears(const fp4::device::LinearsParams* params, int 
     return cudaErrorInvalidValue;
   if (p.k % kLinearStepK != 0) return cudaErrorInvalidValue;
   auto* s = static_cast<cudaStream_t>(stream);
+  if (p.fp8)
+    return p.type == DType::kBFloat16 ? launch_columns<Fp8Weights<Element::kBFloat16>>(p, sms, s)
+                                      : launch_columns<Fp8Weights<Element::kFloat16>>(p, sms, s);
   return p.type == DType::kBFloat16 ? launch_columns<PlainWeights<Element::kBFloat16>>(p, sms, s)
                                     : launch_columns<PlainWeights<Element::kFloat16>>(p, sms, s);
 }

@@ -8,8 +8,7 @@
 // them in a fixed order, applies the epilogue, and stores the results while the next round is multiplied. The
 // result does not depend on timing.
 //
-// K is permuted, so that a lane loads 16 consecutive bytes of a weight. x has the same order in shared
-// memory.
+// x in shared memory has the order in which the lanes read a weight (linear_weights.cuh).
 #pragma once
 
 #include <cstdint>
@@ -18,65 +17,12 @@
 #include "../device/launch.cuh"
 #include "../device/linears.h"
 #include "../device/types.cuh"
+#include "linear_weights.cuh"
 #include "ptx_sm90.cuh"
 
 namespace fp4::sm90 {
 
-using namespace device;
-
 constexpr int kLinearThreads = 32 * kLinearWarps;
-
-// ---- weights: copies of a step of K into a warp's slot of shared memory, and operand A ----
-
-// Weights [n, k] in 16 bits. A slot has 128 bytes of each row. They are ordered such that the same 16 bytes
-// of eight rows (all even or all odd) are in different banks.
-template <Element kElement_>
-struct PlainWeights {
-  static constexpr Element kElement = kElement_;
-
-  const uint8_t* from;  // this lane's 16 bytes of the first four rows
-  int last;             // last row, counted from the lane's first
-  static __device__ __forceinline__ PlainWeights at(const LinearsParams& p, const LinearWeight& w, int tile,
-                                                    int step) {
-    const int lane = threadIdx.x % 32, row = lane / 8;
-    const int last = w.n - 1 - tile * 16;
-    const auto* rows = static_cast<const uint8_t*>(w.values) + int64_t(tile) * 16 * p.k * 2;
-    return {rows + int64_t(min(row, last)) * p.k * 2 + step * 128 + lane % 8 * 16, last - row};
-  }
-  __device__ __forceinline__ void advance() { from += 128; }
-
-  __device__ __forceinline__ void fetch(const LinearsParams& p, uint32_t slot) const {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t to = slot + (lane / 8 + 4 * i) * 128 + (lane % 8 ^ (lane / 16 + 2 * i)) * 16;
-      copy_16_ahead(to, from + int64_t(max(min(4 * i, last), 0)) * (p.k * 2));
-    }
-  }
-
-  // kChains: sums of each column, so that as many products do not wait for one another.
-  template <int kColumns, int kChains = 1>
-  static __device__ __forceinline__ void multiply(uint32_t slot, const uint4* fragments, int lanes,
-                                                  float4 (&sums)[kColumns * kChains]) {
-    const int lane = threadIdx.x % 32;  // the lane's row: the even rows are rows 0 to 7 of the operand
-    const uint32_t row = slot + (lane % 8 * 2 + lane / 8 % 2) * 128;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      uint4 b[kColumns];
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) b[c] = fragments[(c * 2 + h) * lanes];
-#pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        uint32_t a[4];
-        load_matrices(row + ((4 * h + 2 * s + lane / 16) ^ lane % 8) * 16, a);
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-          mma<kElement>(sums[c * kChains + (2 * h + s) % kChains], a, s == 0 ? b[c].x : b[c].z,
-                        s == 0 ? b[c].y : b[c].w);
-      }
-    }
-  }
-};
 
 // ---- 16-bit values ----
 
@@ -126,6 +72,11 @@ __device__ __forceinline__ float2 linear_bias(const LinearsParams& p, const Line
   return bias;
 }
 
+// The scales of a weight's rows n and n + 1.
+__device__ __forceinline__ float2 linear_scale(const LinearWeight& w, int n) {
+  return make_float2(w.scale[n], n + 1 < w.n ? w.scale[n + 1] : 1.f);
+}
+
 // Stores the results a and b of a weight's rows n and n + 1 for token m.
 template <class Weights>
 __device__ __forceinline__ void store_pair(const LinearsParams& p, const LinearWeight& w, int m, int n,
@@ -158,11 +109,12 @@ __device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, i
   const int n = at.tile * 16 + lane / 4 * 2;
   if (n >= w.n) return;
   const float2 bias = linear_bias(p, w, n);
+  const float2 scale = Weights::kScaled ? linear_scale(w, n) : make_float2(1.f, 1.f);
   const float values[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (m + i >= p.rows) return;
-    store_pair<Weights>(p, w, m + i, n, values[i][0] + bias.x, values[i][1] + bias.y);
+    store_pair<Weights>(p, w, m + i, n, values[i][0] * scale.x + bias.x, values[i][1] * scale.y + bias.y);
   }
 }
 
@@ -321,10 +273,10 @@ struct LinearRows {
           if (normed && k + 8 * i < p.k) *reinterpret_cast<uint4*>(out + k + 8 * i) = v[i];
         }
       }
-      to[place(0)] = make_uint4(v[0].x, v[1].x, v[2].x, v[3].x);
-      to[place(1)] = make_uint4(v[0].y, v[1].y, v[2].y, v[3].y);
-      to[place(2)] = make_uint4(v[0].z, v[1].z, v[2].z, v[3].z);
-      to[place(3)] = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
+      uint4 w[4];
+      Weights::arrange(v, w);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[place(i)] = w[i];
     });
   }
 };
@@ -354,6 +306,7 @@ __device__ __forceinline__ void copy_wait_but(int depth) {
 // kColumns: tokens / 8.
 template <class Weights, int kColumns>
 __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid_constant__ LinearsParams p) {
+  using Copies = typename Weights::Copies;
   constexpr int kSlot = kLinearSlot;
   const int depth = p.config.depth;
   FP4_DYNAMIC_SHARED(uint4, 16, memory);
@@ -388,15 +341,15 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
     cluster_arrive();
   }
 
-  const LinearRows<Weights, kColumns> x(p, memory + p.x_at, first, count);
+  const LinearRows<Weights, kColumns> x(p, memory + p.x_at, first * Copies::kSteps, count * Copies::kSteps);
   uint4* const norm = memory + p.norm_at;
   const uint32_t ring = smem_address(memory + kLinearsHead) + warp * depth * kSlot;
-  Weights ahead;  // the step that is requested next
+  Copies ahead;  // the step that is requested next
   int ahead_tile = first_tile, ahead_left = 0;
   const auto aim = [&] {
     if (ahead_tile >= p.tiles) return;
     const LinearTile at(p, ahead_tile);
-    ahead = Weights::at(p, p.weight[at.which], at.tile, first + begin);
+    ahead = Copies::at(p, p.weight[at.which], at.tile, first + begin);
     ahead_left = own;
     ahead_tile += stride;
   };
@@ -461,7 +414,8 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
   };
 
   const int frag_lane = kColumns > 1 ? lane : (lane / 4 & ((1 << x.row_bits) - 1)) * 4 + lane % 4;
-  const int lanes = kColumns > 1 ? 32 : x.lanes, step_size = kColumns * (kLinearStepK / 32) * lanes;
+  const int lanes = kColumns > 1 ? 32 : x.lanes,
+            step_size = Copies::kSteps * kColumns * (kLinearStepK / 32) * lanes;
   const uint4* const fragments = x.fragments + begin * step_size + frag_lane;
   uint32_t slot = ring;
   for (int round = 0; round < p.rounds; ++round) {

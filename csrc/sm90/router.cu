@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
   const uint32_t ring = smem_address(memory + kLinearsHead) + warp * p.config.depth * kLinearSlot;
   const auto request = [&] {
     if (tile < p.tiles && own > 0) {
-      Weights from = Weights::at(p, p.weight[0], tile, first + begin);
+      typename Weights::Copies from = Weights::Copies::at(p, p.weight[0], tile, first + begin);
       for (int i = 0; i < own; ++i, from.advance()) from.fetch(p, ring + i * kLinearSlot);
     }
     copy_commit();

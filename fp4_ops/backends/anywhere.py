@@ -139,17 +139,20 @@ def _normed(x: Tensor, weight: Tensor, eps: float, in_float: bool = False) -> Te
 
 
 def linears(
-    x, weights, biases, norm_weight, eps, residual, addend=None, *, early=False, keep_norm=False,
-    norm_in_float=False,
+    x, weights, biases, norm_weight, eps, residual, addend=None, weight_scales=None, *, early=False,
+    keep_norm=False, norm_in_float=False,
 ):  # fmt: skip
     """Multiplies x by each weight, with the operators that a model uses. An addend is added to x first. If
-    norm_weight is given, the rows are normed then.
+    norm_weight is given, the rows are normed then. Weights in fp8 are rounded to x's dtype.
     """
     checks.check_linears(
-        x, norm_weight, residual, addend, len(weights), len(biases), keep_norm, norm_in_float
-    )
-    for weight, bias in zip(weights, biases):
-        checks.check_linear(x, weight, bias, residual)
+        x, norm_weight, residual, addend, len(weights), len(biases), keep_norm, norm_in_float,
+        len(weight_scales or []),
+    )  # fmt: skip
+    for weight, bias, scale in zip(weights, biases, weight_scales or [None] * len(weights)):
+        checks.check_linear(x, weight, bias, residual, scale)
+    if weight_scales:
+        weights = [(w.float() * scale[:, None]).to(x.dtype) for w, scale in zip(weights, weight_scales)]
     x = x if addend is None else x + addend
     rows = x if norm_weight is None else _normed(x, norm_weight, eps, norm_in_float)
     made = [F.linear(rows, weight, bias).contiguous() for weight, bias in zip(weights, biases)]

@@ -22,7 +22,7 @@ class Weight(ctypes.Structure):
     """LinearWeight of csrc/device/linears.h."""
 
     _fields_ = [
-        *((name, pointer) for name in ("values", "bias", "out")),
+        *((name, pointer) for name in ("values", "bias", "out", "scale")),
         *((name, number) for name in ("n", "tiles_end")),
     ]
 
@@ -36,7 +36,7 @@ class Params(ctypes.Structure):
         *((name, number) for name in ("count", "rows", "k")),
         ("eps", ctypes.c_float),
         *((name, number) for name in ("type", "bias_type")),
-        *((name, ctypes.c_bool) for name in ("early", "norm_in_float")),
+        *((name, ctypes.c_bool) for name in ("early", "norm_in_float", "fp8")),
         *((name, number) for name in ("cluster_bits", "row_warp_bits", "clusters", "depth")),
         ("launchers", number * 9),
     ]
@@ -50,6 +50,14 @@ class Case(NamedTuple):
     residual: torch.Tensor | None
     norm_in_float: bool
     addend: torch.Tensor | None
+    scales: list[torch.Tensor] | None
+    """Of weights in fp8."""
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The weights in float64."""
+        weights = [w.double() for w in self.weights]
+        return [w * s.double()[:, None] for w, s in zip(weights, self.scales)] if self.scales else weights
 
     @property
     def rows(self) -> torch.Tensor:
@@ -59,32 +67,36 @@ class Case(NamedTuple):
 
 def normed(case: Case) -> torch.Tensor:
     """The rows that are multiplied, as a model computes them."""
-    given = case.rows, case.weights[:1], [None], case.norm, EPS, None
+    given = case.rows, [case.rows[:1]], [None], case.norm, EPS, None
     return anywhere.linears(*given, keep_norm=True, norm_in_float=case.norm_in_float)[1]
 
 
-def expected(case: Case, values: list[torch.Tensor]) -> list[torch.Tensor]:
+def expected(case: Case) -> list[torch.Tensor]:
     rows = case.rows if case.norm is None else normed(case)
-    made = [rows.double() @ w.double().T for w in values]
+    made = [rows.double() @ w.T for w in case.values]
     made = [y if b is None else y + b.double() for y, b in zip(made, case.biases)]
     if case.residual is None:
         return made
     return [y.to(case.x.dtype).double() + case.residual.double() for y in made]
 
 
-def random_case(rows: int, k: int, sizes: list[int], dtype: torch.dtype) -> Case:
+def random_case(rows: int, steps: int, sizes: list[int], dtype: torch.dtype, fp8: bool) -> Case:
+    k = 64 * steps
+
     def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
         return (torch.randn(*shape, device="cuda") * scale).to(dtype)
 
     x = (torch.randn(rows, k, device="cuda") * torch.rand(rows, 1, device="cuda") * 4).to(dtype)
-    weights = [draw(n, k, scale=k**-0.5) for n in sizes]
+    weights, scales = [draw(n, k, scale=k**-0.5) for n in sizes], None
+    if fp8:
+        scales = [torch.rand(n, device="cuda") + 0.1 for n in sizes]
+        weights = [(draw(n, k) * 10).float().clamp(-448, 448).to(torch.float8_e4m3fn) for n in sizes]
     biases = [draw(n) if random.random() < 0.5 else None for n in sizes]
     norm = draw(k) if random.random() < 0.5 else None
     residual = draw(rows, sizes[0]) if len(sizes) == 1 and random.random() < 0.5 else None
     in_float = norm is not None and random.random() < 0.5
-    return Case(
-        x, weights, biases, norm, residual, in_float, draw(rows, k) if random.random() < 0.5 else None
-    )
+    addend = draw(rows, k) if random.random() < 0.5 else None
+    return Case(x, weights, biases, norm, residual, in_float, addend, scales)
 
 
 def launch(
@@ -106,10 +118,11 @@ def launch(
     if case.addend is not None:
         p.addend, p.sum = at(case.addend), at(total)
     for i, (w, bias, out) in enumerate(zip(case.weights, case.biases, outs)):
-        p.weight[i] = Weight(at(w), at(bias), at(out), sizes[i])
+        scale = None if case.scales is None else case.scales[i]
+        p.weight[i] = Weight(at(w), at(bias), at(out), at(scale), sizes[i])
     p.count, p.rows, p.k, p.eps = len(outs), rows, k, EPS
     p.type = p.bias_type = CODES[case.x.dtype]
-    p.early, p.norm_in_float = random.random() < 0.5, case.norm_in_float
+    p.early, p.norm_in_float, p.fp8 = random.random() < 0.5, case.norm_in_float, case.scales is not None
     p.cluster_bits, p.row_warp_bits, p.clusters, p.depth = division
     stream = torch.cuda.current_stream().cuda_stream
     loaded = library.library()
@@ -126,17 +139,18 @@ def random_division(cluster_bits: int, row_warp_bits: int) -> tuple[int, int, in
 
 @pytest.mark.parametrize("row_warp_bits", range(4))
 @pytest.mark.parametrize("cluster_bits", range(4))
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("dtype", CODES)
-def test_every_division(dtype, cluster_bits, row_warp_bits):
+def test_every_division(dtype, fp8, cluster_bits, row_warp_bits):
     """Rows of every kernel, odd N, K of fewer steps than there are warps, one to three weights."""
     for rows in (1, random.randint(2, 8), random.randint(9, 16), random.randint(17, 32)):
         sizes = [random.choice((1, 7, 16, 24, 128, 200)) for _ in range(random.randint(1, 3))]
-        case = random_case(rows, 64 * random.randint(1, 9), sizes, dtype)
+        case = random_case(rows, random.randint(1, 9), sizes, dtype, fp8)
         keep = torch.full_like(case.x, float("nan")) if case.norm is not None else None
         division = random_division(cluster_bits, row_warp_bits)
         total = torch.full_like(case.x, float("nan"))
         got = launch(case, division, keep, total)
-        for y, want in zip(got, expected(case, case.weights)):
+        for y, want in zip(got, expected(case)):
             assert error(y, want) < BOUND[dtype], (rows, case.x.shape, sizes, division)
         if keep is not None:
             assert error(keep, normed(case).double()) < BOUND[dtype] / 4
@@ -145,33 +159,43 @@ def test_every_division(dtype, cluster_bits, row_warp_bits):
         assert all(map(torch.equal, got, again)), "bits depend on the grid"
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("dtype", CODES)
-def test_operator(dtype):
-    for rows in (1, 4, 31):
-        case = random_case(rows, 64 * random.randint(1, 5), [40, 16, 128], dtype)
+def test_operator(dtype, fp8):
+    for rows in (1, 4, 31, 64):
+        case = random_case(rows, random.randint(1, 5), [40, 16, 128], dtype, fp8)
         keep = case.norm is not None
         wide = None if case.addend is None else torch.cat([case.addend, case.addend], -1)[:, None]
         addend = None if wide is None else wide[..., : case.x.shape[1]]
         given = case.x[:, None].clone(), case.weights, case.biases, case.norm, EPS, None, addend
         options = {"keep_norm": keep, "norm_in_float": case.norm_in_float}
-        got = torch.ops.fp4.linears(*given, early=True, **options)
-        want = expected(case, case.weights) + ([normed(case).double()] if keep else [])
+        got = torch.ops.fp4.linears(*given, case.scales, early=True, **options)
+        want = expected(case) + ([normed(case).double()] if keep else [])
         want += [] if addend is None else [case.rows.double()]
         assert [y.shape for y in got] == [(rows, 1, y.shape[1]) for y in want]
         for y, right in zip(got, want):
             assert error(y[:, 0], right) < BOUND[dtype]
-    case = random_case(2, 128, [48], dtype)._replace(residual=torch.randn(2, 48, device="cuda").to(dtype))
-    given = case.x, case.weights, case.biases, case.norm, EPS, case.residual, case.addend
-    got, *_ = torch.ops.fp4.linears(*given, norm_in_float=case.norm_in_float)
-    assert error(got, expected(case, case.weights)[0]) < BOUND[dtype]
+    for rows in (2, 40):
+        residual = torch.randn(rows, 48, device="cuda").to(dtype)
+        case = random_case(rows, 2, [48], dtype, fp8)._replace(residual=residual)
+        given = case.x, case.weights, case.biases, case.norm, EPS, case.residual, case.addend, case.scales
+        got, *_ = torch.ops.fp4.linears(*given, norm_in_float=case.norm_in_float)
+        assert error(got, expected(case)[0]) < BOUND[dtype]
 
 
 def test_others_run_torch():
-    """More rows than the kernel takes, K that is no multiple of 64, weights that lie apart, float32."""
+    """More rows than the kernel takes, K that is no multiple of 64, weights that lie apart, float32; the same of
+    weights in fp8."""
     for rows, k, dtype in ((65, 128, torch.bfloat16), (3, 96, torch.float16), (3, 128, torch.float32)):
         x, w = (torch.randn(n, k, device="cuda").to(dtype) for n in (rows, 24))
         (got,) = torch.ops.fp4.linears(x, [w], [None], None, EPS, None)
         assert error(got, x.double() @ w.double().T) < 1e-2
+    for rows, k in ((65, 128), (3, 96)):
+        case = random_case(rows, 1, [24], torch.bfloat16, fp8=True)
+        x = torch.randn(rows, k, device="cuda").bfloat16()
+        w = torch.randn(24, k, device="cuda").to(torch.float8_e4m3fn)
+        (got,) = torch.ops.fp4.linears(x, [w], [None], None, EPS, None, None, case.scales)
+        assert error(got, x.double() @ (w.double() * case.scales[0].double()[:, None]).T) < 1e-2
     w = torch.randn(128, 24, device="cuda").bfloat16().T
     (got,) = torch.ops.fp4.linears(x.bfloat16(), [w], [None], None, EPS, None)
     assert error(got, x.bfloat16().double() @ w.double().T) < 1e-2

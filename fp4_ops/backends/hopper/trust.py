@@ -21,7 +21,7 @@ from ...runtime.oracle import relative_error
 BOUND = 4e-3
 """Bound of the error of bfloat16 results against float64."""
 K, EPS = 2048, 1e-6
-ROWS = (1, 8, 16)
+ROWS = (1, 8, 16, 32)
 """Numbers of rows that are checked: one row, and the largest number for each form of the kernel in a step."""
 SEQUENCES = 160
 """Sequences whose heads fill a GPU, so that no keys are divided."""
@@ -73,9 +73,9 @@ def _largest(name: str, error: Callable[[torch.dtype, str, int], float], sizes: 
 
 
 def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
-    """Returns the largest error of three calls: an addend and a norm before three products, a product with a
-    residual, and a norm that rounds after its weight. They run with `early`, as in a step, where the kernel
-    before makes x.
+    """Returns the largest error of four calls: an addend and a norm before three products, the same with
+    weights in fp8, a product with a residual, and a norm that rounds after its weight. They run with `early`,
+    as in a step, where the kernel before makes x.
     """
 
     def draw(*shape: int) -> Tensor:
@@ -83,10 +83,14 @@ def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
 
     x, addend, scale, residual = draw(rows, K), draw(rows, K), draw(K), draw(rows, 512)
     weights = [draw(n, K) / 32 for n in (4096, 512, 128)]
-    made = x.clone(), addend.clone()
-    got = torch.ops.fp4.linears(
-        made[0], weights, [None] * 3, scale, EPS, None, made[1], early=True, keep_norm=True
-    )
+    scales = [torch.rand(len(w), device=device) / 64 for w in weights]
+    in_fp8 = [(w * 64).to(torch.float8_e4m3fn) for w in weights]
+    got = []
+    for given, own in ((weights, None), (in_fp8, scales)):
+        made = x.clone(), addend.clone()
+        got += torch.ops.fp4.linears(
+            made[0], given, [None] * 3, scale, EPS, None, made[1], own, early=True, keep_norm=True
+        )
     got += torch.ops.fp4.linears(x.clone(), weights[1:2], [None], None, 0.0, residual, early=True)
     got += torch.ops.fp4.linears(
         x.clone(), weights[2:], [None], scale, EPS, None, early=True, norm_in_float=True
@@ -97,7 +101,10 @@ def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
         return t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + EPS)
 
     normed = scaled(total).to(dtype) * scale
-    want = [normed.double() @ w.double().T for w in weights] + [normed.double(), total.double()]
+    exact = [w.double() for w in weights]
+    want = [normed.double() @ w.T for w in exact] + [normed.double(), total.double()]
+    exact = [w.double() * s.double()[:, None] for w, s in zip(in_fp8, scales, strict=True)]
+    want += [normed.double() @ w.T for w in exact] + [normed.double(), total.double()]
     want.append(x.double() @ weights[1].double().T + residual.double())
     want.append((scaled(x) * scale).to(dtype).double() @ weights[2].double().T)
     return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
