@@ -184,8 +184,8 @@ def test_operator(dtype, fp8):
 
 
 def test_others_run_torch():
-    """More rows than the kernel takes, K that is no multiple of 64, weights that lie apart, float32; the same of
-    weights in fp8."""
+    """More rows than the kernel takes, K that is no multiple of 64, weights that lie apart, float32; the same
+    with weights in fp8."""
     for rows, k, dtype in ((65, 128, torch.bfloat16), (3, 96, torch.float16), (3, 128, torch.float32)):
         x, w = (torch.randn(n, k, device="cuda").to(dtype) for n in (rows, 24))
         (got,) = torch.ops.fp4.linears(x, [w], [None], None, EPS, None)
