@@ -46,13 +46,13 @@ inline uint16_t float_to_f16(float v) {
 }
 
 // The value of an e4m3 code below 0x7f. No intermediate value is a float32 subnormal, as in f16_to_float.
-inline float e4m3_magnitude(uint32_t code) {
+constexpr float e4m3_magnitude(uint32_t code) {
   const float normal = std::bit_cast<float>((code << 20) + (120u << 23));
   const float subnormal = std::bit_cast<float>((code << 20) + (121u << 23)) - 0x1p-6f;
   return code < 8 ? subnormal : normal;
 }
 
-inline float e4m3_to_float(uint8_t v) {
+constexpr float e4m3_to_float(uint8_t v) {
   if ((v & 0x7f) == 0x7f) return std::bit_cast<float>(0x7fc00000u);
   const float magnitude = e4m3_magnitude(v & 0x7f);
   return v & 0x80 ? -magnitude : magnitude;

@@ -131,6 +131,11 @@ struct Kernels {
   void (*accumulate)(const float* x, float weight, int64_t n, float* sum);
   // out[m] = x[m] . w, for `count` float32 rows of k values, `stride` values apart, and a row of a weight.
   void (*dot)(const float* x, int64_t stride, int count, const void* w, DType dtype, int64_t k, float* out);
+  // The same for a row of a weight in fp8 (e4m3) and k that is a multiple of 32, with the bits of `dot` for
+  // its values in float32.
+  void (*dot_e4m3)(const float* x, int64_t stride, int count, const uint8_t* w, int64_t k, float* out);
+  // e4m3 codes [k] -> float32 [k].
+  void (*widen_e4m3)(const uint8_t* codes, int64_t k, float* to);
   // x [count] = e^(x * scale - top), where top is the largest x * scale: -infinity if there is no x, and NaN
   // if one is. Returns the sum.
   float (*exponentiate)(float* x, int64_t count, float scale, float* top);

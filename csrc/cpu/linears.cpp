@@ -1,4 +1,5 @@
-// Linear layers of few rows in 16 bits on the CPU, with the norm before them and the residual after.
+// Linear layers of few rows on the CPU, with weights in x's dtype or in fp8, the norm before them and the
+// residual after.
 //
 // With few rows, torch's products of bfloat16 take longer than reading the weights. docs/kernels.md has the
 // times.
@@ -14,6 +15,12 @@ namespace {
 
 // The rows of a weight in one unit of work, and the rows of x that a product takes at a time.
 constexpr int64_t kUnitRows = 8, kBlockRows = 16;
+
+// The most rows of x for which weights in fp8 are converted as they are multiplied. For more, a weight's row
+// is converted once. So it is for odd sizes, because Kernels::dot_e4m3 takes only whole steps of K.
+constexpr int64_t kConvertedRows = 4, kConvertedStep = 32;
+
+bool converts_once(int64_t rows, int64_t k) { return rows > kConvertedRows || k % kConvertedStep != 0; }
 
 // The operands of one call. x and addend are [rows, k].
 struct Input {
@@ -60,15 +67,18 @@ void prepare_row(const Input& in, int64_t i, float* values, uint8_t* sum, uint8_
 struct Linear {
   int64_t n, first_unit;
   const uint8_t *weight, *bias, *residual;  // bias and residual may be null
+  const float* scale;                       // null unless the weight is in fp8
   uint8_t* out;
 };
 
-// Stores up to kUnitRows results of one row: sums + bias, rounded, + residual, rounded again.
+// Stores up to kUnitRows results of one row: sums * scale + bias, rounded, + residual, rounded again.
 void store_results(const Linear& linear, DType dtype, int64_t row, int64_t begin, int64_t count,
                    float* sums) {
   const Kernels& kn = kernels();
   const int64_t size = dtype_size(dtype), at = (row * linear.n + begin) * size;
   float other[padded_k(kUnitRows)];
+  if (linear.scale != nullptr)
+    for (int64_t n = 0; n < count; ++n) sums[n] *= linear.scale[begin + n];
   if (linear.bias != nullptr) {
     kn.prepare_float(linear.bias + begin * size, dtype, count, other);
     kn.accumulate(other, 1.f, count, sums);
@@ -82,14 +92,26 @@ void store_results(const Linear& linear, DType dtype, int64_t row, int64_t begin
   kn.convert(values, count, linear.out + at, dtype);
 }
 
-void multiply(const Input& in, const Linear& linear, int64_t unit, const float* rows) {
+// `widened` has room for kUnitRows rows of float32, if weights in fp8 are converted once.
+void multiply(const Input& in, const Linear& linear, int64_t unit, const float* rows, float* widened) {
+  const Kernels& kn = kernels();
+  const bool fp8 = linear.scale != nullptr, widen = fp8 && converts_once(in.rows, in.k);
   const int64_t begin = unit * kUnitRows, count = std::min(kUnitRows, linear.n - begin);
+  const int64_t weight_bytes = fp8 ? in.k : in.row_bytes();
+  const uint8_t* const weight = linear.weight + begin * weight_bytes;
+  if (widen)
+    for (int64_t n = 0; n < count; ++n) kn.widen_e4m3(weight + n * in.k, in.k, widened + n * in.stride());
   for (int64_t first = 0; first < in.rows; first += kBlockRows) {
     const int64_t block = std::min(kBlockRows, in.rows - first);
+    const float* const x = rows + first * in.stride();
     float sums[kBlockRows][kUnitRows], column[kBlockRows];
     for (int64_t n = 0; n < count; ++n) {
-      kernels().dot(rows + first * in.stride(), in.stride(), int(block),
-                    linear.weight + (begin + n) * in.row_bytes(), in.dtype, in.k, column);
+      if (widen)
+        kn.dot(x, in.stride(), int(block), widened + n * in.stride(), DType::f32, in.k, column);
+      else if (fp8)
+        kn.dot_e4m3(x, in.stride(), int(block), weight + n * weight_bytes, in.k, column);
+      else
+        kn.dot(x, in.stride(), int(block), weight + n * weight_bytes, in.dtype, in.k, column);
       for (int64_t m = 0; m < block; ++m) sums[m][n] = column[m];
     }
     for (int64_t m = 0; m < block; ++m) store_results(linear, in.dtype, first + m, begin, count, sums[m]);
@@ -111,7 +133,6 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   for (size_t i = 0; i < weights.size(); ++i)
     check_linear(x, weights[i], biases[i], residual,
                  scales > 0 ? OptionalTensor((*weight_scales)[i]) : std::nullopt);
-  if (scales > 0) fail("weight_scales: no kernel");
   const int64_t k = x.size(x.dim() - 1), rows = k > 0 ? x.numel() / k : x.numel() == 0 ? num_rows(x) : 0;
   const Tensor x_ = as_contiguous(x);
   const OptionalTensor added = as_contiguous(addend), norm = as_contiguous(norm_weight),
@@ -131,12 +152,10 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   for (size_t i = 0; i < weights.size(); ++i) {
     shape.back() = weights[i].size(0);
     made.push_back(empty(shape, x.scalar_type()));
-    operands.push_back(as_contiguous(weights[i]));
-    const uint8_t* bias = nullptr;
-    if (biases[i]) bias = data<uint8_t>(operands.emplace_back(as_contiguous(*biases[i])));
-    const Tensor& weight = operands[operands.size() - (bias == nullptr ? 1 : 2)];
-    all.push_back(
-        {shape.back(), units, data<uint8_t>(weight), bias, bytes(kept), mutable_data<uint8_t>(made.back())});
+    const auto keep = [&](const Tensor& t) { return data<uint8_t>(operands.emplace_back(as_contiguous(t))); };
+    all.push_back({shape.back(), units, keep(weights[i]), biases[i] ? keep(*biases[i]) : nullptr, bytes(kept),
+                   scales > 0 ? reinterpret_cast<const float*>(keep((*weight_scales)[i])) : nullptr,
+                   mutable_data<uint8_t>(made.back())});
     units += (shape.back() + kUnitRows - 1) / kUnitRows;
   }
   shape.back() = k;
@@ -149,12 +168,14 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   };
   const auto run = [&](int64_t begin, int64_t end) {
     size_t at = 0;
+    const bool widen = scales > 0 && converts_once(rows, k);
+    const Buffer widened(widen ? kUnitRows * in.stride() * sizeof(float) : 0);
     for (int64_t unit = begin; unit < end; ++unit) {
       while (at + 1 < all.size() && all[at + 1].first_unit <= unit) ++at;
-      multiply(in, all[at], unit - all[at].first_unit, values.floats());
+      multiply(in, all[at], unit - all[at].first_unit, values.floats(), widened.floats());
     }
   };
-  const int64_t unit_bytes = std::max<int64_t>(1, kUnitRows * in.row_bytes());
+  const int64_t unit_bytes = std::max<int64_t>(1, kUnitRows * (scales > 0 ? k : in.row_bytes()));
   run_phases({{rows, grain_for(k), prepare},
               {rows > 0 ? units : 0, std::max<int64_t>(1, fitted::grains::row_bytes / unit_bytes), run}});
   return made;

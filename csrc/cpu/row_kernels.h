@@ -2,6 +2,7 @@
 // linkage).
 #pragma once
 
+#include "cpu/e4m3_row.h"
 #include "cpu/quantize_row.h"
 #include "cpu/rowwise.h"
 
@@ -20,6 +21,8 @@ constexpr Kernels with_row_kernels(Kernels kernels) {
   kernels.convert = convert_row;
   kernels.accumulate = accumulate_row;
   kernels.dot = dot_rows;
+  kernels.dot_e4m3 = dot_rows_e4m3;
+  kernels.widen_e4m3 = widen_row_e4m3;
   kernels.dots = dots_of_rows;
   kernels.exponentiate = exponentiate_row;
   kernels.weighted_sums = weighted_sums;

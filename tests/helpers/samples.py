@@ -185,7 +185,8 @@ def _packed_linears(rng, device):
     return (a, b, b_scale, factor, bias), {"format": format, "layout": layout, "a_format": a_format}
 
 
-def _linears(rng, device):
+def _linears(rng, device, fp8=None):
+    """`fp8`: whether the weights are in fp8. None: in one of three calls."""
     dtype, k, count = rng.choice(FLOATS), rng.choice((2, 16, 64)), rng.randint(1, 3)
     lead = [
         rng.randint(0, 4),
@@ -202,7 +203,12 @@ def _linears(rng, device):
     residual = random(*lead, weights[0].shape[0]) if count == 1 and rng.random() < 0.5 else None
     options = {name: norm is not None and rng.random() < 0.5 for name in ("keep_norm", "norm_in_float")}
     addend = rng.choice((None, random(*lead, k)))
-    return (random(*lead, k), weights, biases, norm, 1e-6, residual, addend), options
+    given = random(*lead, k), weights, biases, norm, 1e-6, residual, addend
+    if not (rng.random() < 1 / 3 if fp8 is None else fp8):
+        return given + rng.choice(((), (None,), ([],))), options
+    scales = [torch.rand(w.shape[0], device=device) + 0.1 for w in weights]
+    weights[:] = [w.to(torch.float8_e4m3fn) for w in weights]
+    return (*given, scales), options
 
 
 def _top_experts(rng, device):
@@ -214,7 +220,7 @@ def _top_experts(rng, device):
 
 
 def _router(rng, device):
-    (x, weights, biases, norm, eps, _, addend), options = _linears(rng, device)
+    (x, weights, biases, norm, eps, _, addend, *_), options = _linears(rng, device, fp8=False)
     options |= {"softmax": rng.random() < 0.5, "normalize": rng.random() < 0.5}
     chosen = rng.randint(1, min(weights[0].shape[0], 8))
     options["out_dtype"] = rng.choice((None, *FLOATS))

@@ -182,15 +182,21 @@ def run_all(capability: str, seed: int, draws: int) -> None:
             check_top_experts(dtype)
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_every_family(capability):
+def run_family(script: str, capability: str, draws: int) -> None:
+    """Runs a script in a process that uses this family of kernels. Its arguments are the family, a seed and
+    `draws`."""
     seed = torch.initial_seed() % 2**31
     env = processes.environment(FP4_CPU_CAPABILITY=capability, OMP_NUM_THREADS="3")
-    command = [sys.executable, __file__, capability, str(seed), "12"]
+    command = [sys.executable, script, capability, str(seed), str(draws)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if capability != "scalar" and done.returncode != 0 and "FP4_CPU_CAPABILITY" in done.stderr:
         pytest.skip(f"this machine cannot run the {capability} kernels")
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_family(capability):
+    run_family(__file__, capability, 12)
 
 
 @pytest.mark.parametrize("rows", [0, 3])
