@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import random
 import zlib
 from collections import defaultdict
 from collections.abc import Callable
@@ -164,6 +165,7 @@ def pytest_runtest_makereport(item, call):
 def fresh_data(request) -> None:
     """Seeds the random numbers of each test by FP4_TEST_SEED and the test's name."""
     seed = SEED ^ zlib.crc32(request.node.nodeid.encode())
+    random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_available():  # without CUDA, torch.manual_seed keeps a stack trace
         torch.cuda.manual_seed_all(seed)

@@ -6,6 +6,7 @@ instructions of Triton's `tl.dot_scaled`.
 """
 
 import ctypes
+import random
 import re
 import subprocess
 from pathlib import Path
@@ -106,7 +107,7 @@ class Operands:
 
     def scales(self, row_of, scale: torch.Tensor) -> np.ndarray:
         """The word of each lane: the scales of row_of(lane), or garbage if that is None."""
-        words = np.random.default_rng().integers(0, 2**32, 32, dtype=np.uint32)
+        words = np.random.default_rng(random.getrandbits(64)).integers(0, 2**32, 32, dtype=np.uint32)
         for lane in range(32):
             if (row := row_of(lane)) is not None:
                 word = int.from_bytes(bytes(scale[row].tolist()), "little")
