@@ -102,6 +102,19 @@ def test_an_error_in_python_keeps_its_words():
         torch.ops.fp4.prepack(codes, damaged, torch.ones(1, device="cuda"), "nvfp4", "sm90")
 
 
+@pytest.mark.parametrize("layout", ["sm90", "mma_bf16"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_a_scale_that_is_nan_is_refused(format, layout):
+    """The layouts have no byte for NaN. One block has it, or all have; in nvfp4 it may have a sign."""
+    packed, scale, factor = torch.ops.fp4.quantize(torch.randn(2, 64, 64, device="cuda"), format)
+    for place in ((1, 3, 1), ...):
+        for nan in {"nvfp4": (0x7F, 0xFF), "mxfp4": (0xFF,)}[format]:
+            damaged = scale.clone()
+            damaged.view(torch.uint8)[place] = nan
+            with pytest.raises(RuntimeError, match=r"^block_scale has NaN values; the weight is damaged"):
+                torch.ops.fp4.prepack(packed, damaged, factor if factor.numel() else None, format, layout)
+
+
 @pytest.mark.parametrize("operator", ["mm", "grouped_mm", "moe"])
 def test_rows_that_another_gpu_reads_with_this_layout(operator):
     """fp16 rows meet weights in mma_bf16 on other GPUs; here the error says which layout takes them."""

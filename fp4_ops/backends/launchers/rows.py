@@ -181,10 +181,13 @@ def prepack(
     name = "mma_bf16" if bf16 else "sm90"
     packed = packed.contiguous().view(torch.uint8)
     scale = block_scale.contiguous().view(torch.uint8)
+    nan = 0x7F if fmt.has_global_scale else 0xFF
+    if bool((scale >= nan).any()):  # one wait for the device; NaN is the largest byte without a sign
+        if not bool((scale & nan == nan).any()):
+            raise RuntimeError(f"block_scale has negative values; layout '{name}' cannot hold them")
+        raise RuntimeError("block_scale has NaN values; the weight is damaged")
     if fmt.has_global_scale:
         assert global_scale is not None
-        if bool((scale & 0x80).any()):
-            raise RuntimeError(f"block_scale has negative values; layout '{name}' cannot hold them")
         factor = global_scale.clone()
     else:
         scale, factor = _e4m3_from_e8m0(packed, scale, fmt, name)
