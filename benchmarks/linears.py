@@ -6,7 +6,8 @@ Each time is the median of CUDA-graph replays. A graph has one launch for each o
 weights come from memory, not from L2. `us` is the time of fp4::linears as in a model's step: all weights of a
 layer in one operator, with its norm and residual, and weights requested early. `separate_us` is the time of
 F.linear of each weight, without the norm. `bandwidth_ratio` is the rate at which `us` reads the weights,
-divided by the rate of a copy in the same process. Each shape is compared with float64 first.
+divided by the rate of a copy in the same process. `fp8_us` is `us` with weights in fp8, which routers never
+have, and `fp8_bandwidth_ratio` is its rate. Each shape is compared with float64 first.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ class Operands:
         self.bytes = sum(layer.sizes) * layer.k * DTYPE.itemsize
         count = max(3, min(400, COLD_BYTES // self.bytes + 1))
         self.weights = [[draw(n, layer.k, scale=0.02) for n in layer.sizes] for _ in range(count)]
+        self.in_fp8: list[list[Tensor]] = []
+        if layer.name != "router":
+            self.in_fp8 = [[(w * 2**11).to(torch.float8_e4m3fn) for w in each] for each in self.weights]
+        self.scales = [torch.full((n,), 2.0**-11, device=DEVICE) for n in layer.sizes]
         self.biases = [draw(n) if layer.bias else None for n in layer.sizes]
         self.norm = draw(layer.k) if layer.norm else None
         self.layer = layer
@@ -74,7 +79,10 @@ class Operands:
         return draw(rows, self.layer.k), draw(rows, self.layer.sizes[0]) if self.layer.residual else None
 
     def fused(self, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
-        return torch.ops.fp4.linears(x, weights, self.biases, self.norm, 1e-6, residual, early=True)
+        scales = self.scales if weights[0].dtype == torch.float8_e4m3fn else None
+        return torch.ops.fp4.linears(
+            x, weights, self.biases, self.norm, 1e-6, residual, None, scales, early=True
+        )
 
     def separate(self, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
         return [F.linear(x, w, b) for w, b in zip(weights, self.biases)]
@@ -86,12 +94,13 @@ class Operands:
             values = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
             rows = values.to(DTYPE) * self.norm
         worst = 0.0
-        got = self.fused(x, residual, self.weights[0])
-        for y, w, bias in zip(got, self.weights[0], self.biases):
-            want = rows.double() @ w.double().T
-            want = want if bias is None else want + bias.double()
-            want = want if residual is None else want.to(DTYPE).double() + residual.double()
-            worst = max(worst, relative_error(y, want))
+        for weights, factor in ((self.weights[0], 1.0), *((w, 2.0**-11) for w in self.in_fp8[:1])):
+            got = self.fused(x, residual, weights)
+            for y, w, bias in zip(got, weights, self.biases):
+                want = rows.double() @ w.double().T * factor
+                want = want if bias is None else want + bias.double()
+                want = want if residual is None else want.to(DTYPE).double() + residual.double()
+                worst = max(worst, relative_error(y, want))
         assert worst < 4e-3, (self.layer, x.shape, worst)
         return worst
 
@@ -121,11 +130,15 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
             error = operands.check(x, residual)
             us = median_us([partial(operands.fused, x, residual, w) for w in operands.weights])
             separate = median_us([partial(operands.separate, x, w) for w in operands.weights])
-            yield {
+            row: record.Row = {
                 "table": "linears", "model": layer.model, "layer": layer.name, "rows": count,
                 "mb": operands.bytes / 1e6, "us": us, "separate_us": separate, "speedup": separate / us,
                 "bandwidth_ratio": operands.bytes / us / rate, "error": error,
             }  # fmt: skip
+            if operands.in_fp8:
+                fp8 = median_us([partial(operands.fused, x, residual, w) for w in operands.in_fp8])
+                row |= {"fp8_us": fp8, "fp8_bandwidth_ratio": operands.bytes / 2 / fp8 / rate}
+            yield row
 
 
 if __name__ == "__main__":

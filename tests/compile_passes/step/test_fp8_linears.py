@@ -1,0 +1,132 @@
+"""Products with weights in fp8, each an fp4::linears, take their norm, residual and neighbours in."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from test_step import BF16, Attention, Four, Gemma, K, Norm, allow, draw, run
+from torch import nn
+
+from fp4_ops.backends.hopper import trust
+from fp4_ops.compile_passes.step import linears
+from fp4_ops.compile_passes.step.linears import FP8_ROWS
+
+fp4 = torch.ops.fp4
+
+
+class Eighths(nn.Module):
+    """A linear layer with a weight in fp8, as fp4_ops.prepare leaves it."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach()
+        scale = torch.rand(len(weight), device=weight.device) / 64
+        self.weight = nn.Parameter((weight.float() * 64).to(torch.float8_e4m3fn), requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        given = flat, [self.weight], [self.bias], None, 0.0, None, None, [self.scale]
+        return fp4.linears(*given)[0].view(*x.shape[:-1], -1)
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch):
+    allow(monkeypatch)
+
+
+def in_fp8(module: nn.Module, *names: str) -> nn.Module:
+    """Puts layers in fp8, in place; all if no names are given."""
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, nn.Linear) and (not names or name in names):
+            owner, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(owner), attribute, Eighths(layer))
+    return module
+
+
+def forms(done) -> list[tuple[int, bool, bool, bool]]:
+    """Returns for each fp4::linears: number of weights; if it has a norm, a residual, weights in fp8."""
+    return [
+        (len(c.args[1]), c.args[3] is not None, c.args[5] is not None, bool(_scales(c)))
+        for c in done.calls("linears")
+    ]
+
+
+def _scales(call: torch.fx.Node) -> list[torch.fx.Node]:
+    return call.kwargs.get("weight_scales") or (call.args[7] if len(call.args) > 7 else [])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_norms_products_and_residuals(device, bias, dtype):
+    module = in_fp8(Attention(bias=bias).to(device, dtype), "q", "k", "v", "o")
+    done = run(module, draw(device, 3, 1, K, dtype=dtype))
+    assert forms(done) == [(3, True, False, True), (1, False, True, True), (1, True, False, False)]
+    first, second, _ = done.calls("linears")
+    assert [w.meta["val"].shape[0] for w in first.args[1]] == [s.meta["val"].shape[0] for s in _scales(first)]
+    assert all(user.target is operator.getitem for call in (first, second) for user in call.users)
+
+
+def test_a_router_in_16_bits_shares_no_call_with_weights_in_fp8(device):
+    """The last product reads the norm's result, which the call of the others returns."""
+    done = run(in_fp8(Four().to(device, BF16), "layers.1", "layers.2"), draw(device, 3, 1, K))
+    router, *rest = done.calls("linears")
+    assert [w.meta["val"].shape[0] for w in router.args[1]] == [5, 1] and router.kwargs["keep_norm"]
+    assert [len(_scales(c)) for c in rest] == [1, 1] and not [
+        c.args[3] for c in rest if c.args[3] is not None
+    ]
+    done = run(in_fp8(Four().to(device, BF16)), draw(device, 3, 1, K))
+    whole, last = done.calls("linears")
+    assert len(_scales(whole)) == 3 and whole.kwargs["keep_norm"]
+    assert len(_scales(last)) == 1 and last.args[3] is None
+
+
+def test_a_large_weight_takes_its_norm_in(device, monkeypatch):
+    """torch has no such product, whose kernel could be faster. An output head is one."""
+    allow(monkeypatch, nbytes=1)
+    module = nn.Sequential(Norm(), in_fp8(nn.Sequential(nn.Linear(K, 999, bias=False)))).to(device)
+    module[0].to(BF16)
+    assert forms(run(module, draw(device, 3, 1, K))) == [(1, True, False, True)]
+
+
+@pytest.mark.parametrize("rows, taken", [(FP8_ROWS, True), (FP8_ROWS + 1, False)])
+def test_rows(device, rows, taken):
+    """The kernels for up to this number of rows are checked at their first use."""
+    assert max(trust.ROWS) == FP8_ROWS
+    module = in_fp8(Attention().to(device, BF16), "q", "k", "v", "o")
+    found = forms(run(module, draw(device, rows, 1, K)))
+    assert (found == [(3, True, False, True), (1, False, True, True)]) is taken
+    assert taken or found == [(1, False, False, True)] * 4
+
+
+def test_what_stays(device, monkeypatch):
+    """Norms of other forms, K that the kernel does not take, float32, and a device without the kernel."""
+    alone = [(1, False, False, True)]
+    product = in_fp8(nn.Sequential(nn.Linear(K, 48))).to(device)
+    product[0].bias.data = product[0].bias.data.to(BF16)
+    assert forms(run(nn.Sequential(Gemma().to(device, BF16), product), draw(device, 3, 1, K))) == alone
+    narrow = in_fp8(nn.Sequential(nn.Linear(48, 48, bias=False))).to(device)
+    assert forms(run(nn.Sequential(Norm(48).to(device, BF16), narrow), draw(device, 3, 1, 48))) == alone
+    plain = in_fp8(nn.Sequential(nn.Linear(K, 48, bias=False))).to(device)
+    x = draw(device, 3, 1, K, dtype=torch.float32)
+    assert forms(run(nn.Sequential(Norm().to(device), plain), x)) == alone
+    monkeypatch.setattr(linears, "limits", lambda device: None)
+    assert forms(run(nn.Sequential(Norm().to(device, BF16), plain), draw(device, 3, 1, K))) == alone
+
+
+def test_weights_that_are_no_parameters_stay(device):
+    class Given(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = Norm()
+
+        def forward(self, x, weight, scale):
+            h = self.norm(x).view(-1, K)
+            return fp4.linears(h, [weight], [None], None, 0.0, None, None, [scale])[0]
+
+    weight = torch.randn(16, K, device=device).to(torch.float8_e4m3fn)
+    done = run(Given().to(device, BF16), draw(device, 3, 1, K), weight, torch.rand(16, device=device))
+    assert forms(done) == [(1, False, False, True)]
