@@ -31,29 +31,24 @@ inline constexpr std::array<float, 256> kE4m3Values = [] {
   // The shift leaves the sign in two bits; the lower one is cleared.
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
   const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7);
-  const __m512 values = _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff))));
-  std::memcpy(&to, &values, sizeof(to));
+  to.parts[0] = _mm512_cvtph_ps(_mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0xbfff))));
 #elif defined(__F16C__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
   const __m256i wide =
       _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16(int16_t(0xbfff)));
-  const __m256 values[2] = {_mm256_cvtph_ps(_mm256_castsi256_si128(wide)),
-                            _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1))};
-  std::memcpy(&to, values, sizeof(to));
+  to.parts[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(wide));
+  to.parts[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(wide, 1));
 #elif defined(__aarch64__)
-  float32x4_t values[4];
-#pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
-    const int16x8_t wide =
-        vandq_s16(vshlq_n_s16(vmovl_s8(vld1_s8(reinterpret_cast<const int8_t*>(codes) + 8 * i)), 7),
-                  vdupq_n_s16(int16_t(0xbfff)));
+    const int8x8_t bytes = vld1_s8(reinterpret_cast<const int8_t*>(codes) + 8 * i);
+    const int16x8_t wide = vandq_s16(vshll_n_s8(bytes, 7), vdupq_n_s16(int16_t(0xbfff)));
     const float16x8_t halves = vreinterpretq_f16_s16(wide);
-    values[2 * i] = vcvt_f32_f16(vget_low_f16(halves));
-    values[2 * i + 1] = vcvt_high_f32_f16(halves);
+    to.parts[2 * i] = vcvt_f32_f16(vget_low_f16(halves));
+    to.parts[2 * i + 1] = vcvt_high_f32_f16(halves);
   }
-  std::memcpy(&to, values, sizeof(to));
 #else
-  for (int lane = 0; lane < 16; ++lane) to[lane] = kE4m3Values[codes[lane]];
+  for (int lane = 0; lane < 16; ++lane)
+    to.parts[lane / kPartSize][lane % kPartSize] = kE4m3Values[codes[lane]];
 #endif
 }
 
@@ -92,13 +87,16 @@ template <int rows>
 #pragma GCC unroll 4
       for (int m = 0; m < rows; ++m) {
         load_lanes<DType::f32>(x + m * stride, i + c * 16, a);
-        sums[m][c] += a * b;
+        sums[m][c].add_product(a, b);
       }
     }
   }
   const float factor = nan.found() ? std::numeric_limits<float>::quiet_NaN() : kE4m3Factor;
 #pragma GCC unroll 4
-  for (int m = 0; m < rows; ++m) out[m] = add_lanes(sums[m][0] + sums[m][1]) * factor;
+  for (int m = 0; m < rows; ++m) {
+    sums[m][0] += sums[m][1];
+    out[m] = add_lanes(sums[m][0]) * factor;
+  }
 }
 
 // See Kernels::dot_e4m3.

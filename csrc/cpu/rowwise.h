@@ -9,7 +9,7 @@
 #include <limits>
 #include <type_traits>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -282,12 +282,46 @@ inline void accumulate_row(const float* x, float weight, int64_t n, float* sum) 
   for (int64_t i = 0; i < n; ++i) sum[i] += weight * x[i];
 }
 
-// 16 values, which compilers divide among the registers that there are.
-typedef float Lanes [[gnu::vector_size(64)]];
-typedef uint32_t Words [[gnu::vector_size(64)]];
-typedef uint16_t Halves [[gnu::vector_size(32)]];
+// The values of one register. A vector of more values would be moved through memory by gcc.
+#if defined(__AVX512F__)
+constexpr int kPartSize = 16;
+#elif defined(__AVX__)
+constexpr int kPartSize = 8;
+#else
+constexpr int kPartSize = 4;
+#endif
+typedef float Part [[gnu::vector_size(kPartSize * 4)]];
+typedef uint32_t PartWords [[gnu::vector_size(kPartSize * 4)]];
+typedef uint16_t PartHalves [[gnu::vector_size(kPartSize * 2)]];
 typedef float Lanes8 [[gnu::vector_size(32)]];
 typedef float Lanes4 [[gnu::vector_size(16)]];
+
+// 16 values.
+struct Lanes {
+  static constexpr int kParts = 16 / kPartSize;
+  Part parts[kParts];
+
+  // Calls f with the number of each part.
+  template <typename F>
+  [[gnu::always_inline]] static void for_parts(F f) {
+    f(0);
+    if constexpr (kParts > 1) f(1);
+    if constexpr (kParts > 2) f(2), f(3);
+  }
+  // this += a * b
+  [[gnu::always_inline]] void add_product(const Lanes& a, const Lanes& b) {
+    for_parts([&](int p) { parts[p] += a.parts[p] * b.parts[p]; });
+  }
+  [[gnu::always_inline]] void add_product(float a, const Lanes& b) {
+    for_parts([&](int p) { parts[p] += a * b.parts[p]; });
+  }
+  [[gnu::always_inline]] void operator+=(const Lanes& a) {
+    for_parts([&](int p) { parts[p] += a.parts[p]; });
+  }
+  [[gnu::always_inline]] void operator*=(float factor) {
+    for_parts([&](int p) { parts[p] *= factor; });
+  }
+};
 
 [[gnu::always_inline]] inline float add_lanes(const Lanes& x) {
   Lanes8 eight[2];
@@ -301,21 +335,25 @@ typedef float Lanes4 [[gnu::vector_size(16)]];
 
 template <DType dtype>
 [[gnu::always_inline]] inline void load_lanes(const void* x, int64_t i, Lanes& to) {
-  if constexpr (dtype == DType::f32) {
-    std::memcpy(&to, static_cast<const float*>(x) + i, sizeof(to));
-  } else if constexpr (dtype == DType::bf16) {
-    Halves halves;
-    std::memcpy(&halves, static_cast<const uint16_t*>(x) + i, sizeof(halves));
+  Lanes::for_parts([&](int p) {
+    const int64_t at = i + p * kPartSize;
+    if constexpr (dtype == DType::f32) {
+      std::memcpy(&to.parts[p], static_cast<const float*>(x) + at, sizeof(Part));
+    } else if constexpr (dtype == DType::bf16) {
+      PartHalves halves;
+      std::memcpy(&halves, static_cast<const uint16_t*>(x) + at, sizeof(halves));
 #if defined(__AVX512F__)  // gcc makes five instructions of a conversion
-    const Words wide = reinterpret_cast<Words>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(halves)));
+      const auto wide = reinterpret_cast<PartWords>(_mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(halves)));
+#elif defined(__AVX2__)
+      const auto wide = reinterpret_cast<PartWords>(_mm256_cvtepu16_epi32(reinterpret_cast<__m128i>(halves)));
 #else
-    const Words wide = __builtin_convertvector(halves, Words);
+      const PartWords wide = __builtin_convertvector(halves, PartWords);
 #endif
-    const Words bits = wide << 16;
-    std::memcpy(&to, &bits, sizeof(to));
-  } else {
-    for (int lane = 0; lane < 16; ++lane) to[lane] = load_as_float<dtype>(x, i + lane);
-  }
+      to.parts[p] = reinterpret_cast<Part>(wide << 16);
+    } else {
+      for (int lane = 0; lane < kPartSize; ++lane) to.parts[p][lane] = load_as_float<dtype>(x, at + lane);
+    }
+  });
 }
 
 // How many bytes ahead of a product its weight is requested: into the next row, because hardware stops at the
@@ -349,7 +387,7 @@ template <DType dtype, int rows, int columns>
       for (int m = 0; m < rows; ++m) {
         load_lanes<DType::f32>(x + m * stride, i + c * 16, a);
 #pragma GCC unroll 2
-        for (int j = 0; j < columns; ++j) sums[m][j][c] += a * b[j];
+        for (int j = 0; j < columns; ++j) sums[m][j][c].add_product(a, b[j]);
       }
     }
   }
@@ -357,7 +395,8 @@ template <DType dtype, int rows, int columns>
   for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 2
     for (int j = 0; j < columns; ++j) {
-      float sum = add_lanes(sums[m][j][0] + sums[m][j][1]);
+      sums[m][j][0] += sums[m][j][1];
+      float sum = add_lanes(sums[m][j][0]);
       for (int64_t l = i; l < k; ++l) sum += x[m * stride + l] * load_as_float<dtype>(w[j], l);
       out[m * out_stride + j] = sum;
     }
@@ -434,17 +473,20 @@ inline void rotate_row(const void* x, const void* norm_weight, float eps, const 
 // Multiplies x by scale. Returns the largest product, or NaN if one is.
 inline float scale_and_find_most(float* x, int64_t count, float scale) {
   constexpr float kNothing = -std::numeric_limits<float>::infinity();
-  Lanes most = Lanes{} + kNothing, sums = {}, values;
+  Lanes most, sums = {}, values;
+  Lanes::for_parts([&](int p) { most.parts[p] = Part{} + kNothing; });
   int64_t i = 0;
   for (; i + 16 <= count; i += 16) {
     load_lanes<DType::f32>(x, i, values);
     values *= scale;
     std::memcpy(x + i, &values, sizeof(values));
-    most = values > most ? values : most;
-    sums += values * 0.f;  // NaN if a value is NaN or infinite
+    Lanes::for_parts(
+        [&](int p) { most.parts[p] = values.parts[p] > most.parts[p] ? values.parts[p] : most.parts[p]; });
+    sums.add_product(0.f, values);  // NaN if a value is NaN or infinite
   }
-  float found = kNothing, nan = add_lanes(sums);
-  for (int lane = 0; lane < 16; ++lane) found = most[lane] > found ? most[lane] : found;
+  float found = kNothing, nan = add_lanes(sums), tops[16];
+  std::memcpy(tops, &most, sizeof(most));
+  for (const float top : tops) found = top > found ? top : found;
   if (nan != nan)
     for (int64_t j = 0; j < i; ++j) found = x[j] > found || x[j] != x[j] ? x[j] : found;
   for (; i < count; ++i) {
@@ -481,7 +523,7 @@ template <DType dtype, int rows, int chunks>
 #pragma GCC unroll 4
     for (int m = 0; m < rows; ++m)
 #pragma GCC unroll 4
-      for (int c = 0; c < chunks; ++c) sums[m][c] += weights[m * stride + j] * values[c];
+      for (int c = 0; c < chunks; ++c) sums[m][c].add_product(weights[m * stride + j], values[c]);
   }
   for (int m = 0; m < rows; ++m) std::memcpy(out + m * n + at, sums[m], sizeof(sums[m]));
 }
