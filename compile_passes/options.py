@@ -64,6 +64,10 @@ class Options:
         return "none", "asked for"
 
 
+_INSTEAD_OF_FP8 = (
+    "The backend does not put layers into fp8: call fp4_ops.prepare(model, {kind}='fp8') before torch.compile"
+)
+
 _AUTO = {
     "int8": "the fast path",
     "none": "the model's own dtype",
@@ -89,7 +93,7 @@ def parse(mode: str | None, options: Mapping[str, Any] | None) -> Options:
             f"fp4: linear is True and dense is {given['dense']!r}; linear=True means dense={format!r}, the "
             "experts' format. Leave one of the two out"
         )
-    outside = chosen_formats({kind: given.pop(kind, KEEP) for kind in KINDS})
+    outside = chosen_formats({kind: given.pop(kind, KEEP) for kind in KINDS}, _INSTEAD_OF_FP8)
     for kind_format in outside.values():
         check_activation_choice(activation, kind_format)
 

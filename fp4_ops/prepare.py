@@ -10,6 +10,7 @@ from torch import nn
 from .distributed.workspace import MAX_TOKENS
 from .experts.find import check_model
 from .models.expert_slots import check_placement, place_experts
+from .models.fp8_linear import FP8
 from .models.outside_experts import KEEP, find_outside
 from .models.pack_experts import pack_experts
 from .models.prepare_report import PrepareReport
@@ -52,10 +53,11 @@ def prepare(
         is int8 on a CPU. On Hopper it is the model's dtype for few tokens and fp8 for many, or always fp8 for
         int4 weights. On other devices it is the model's dtype.
     attention, dense, head: formats for the nn.Linear layers outside the experts. "keep" leaves them as they
-        are; a format packs their weights. "attention" means layers with "attn" or "attention" in their
-        names, "head" means the output head, and "dense" means all others (shared experts, dense layers).
-        Routers and embeddings always stay. The activations of these layers stay in the model's dtype.
-        Method "rtn" rounds these weights, whatever `method` says.
+        are; a 4-bit format packs their weights, and "fp8" puts them into e4m3 with a float32 scale for each
+        row (docs/accuracy.md). "attention" means layers with "attn" or "attention" in their names, "head"
+        means the output head, and "dense" means all others (shared experts, dense layers). Routers and
+        embeddings always stay. The activations of these layers stay in the model's dtype. Method "rtn" rounds
+        these weights, whatever `method` says.
     method: how the experts' weights are quantised, a name of `fp4_ops.quantization.METHODS`: see
         docs/accuracy.md.
     calibration: for the methods that need it, from `fp4_ops.quantization.calibrate(model, tokens)`.
@@ -73,7 +75,7 @@ def prepare(
     batch_invariant: True makes a token's results in 4 bits independent of the rest of its batch, bit for bit.
         It is slower where the usual kernels for many tokens sum in another order
         (docs/operators.md#batch-invariance). The rest of the model computes as before. ValueError if the
-        device has no such kernels.
+        device has no such kernels, or if layers are to be in fp8, whose results depend on the number of rows.
     gpu_memory: for a model in host memory whose experts do not fit on the GPU: how much of the GPU's memory
         to use, as bytes or text ("20GiB"). The model then moves to the current GPU, except the experts. They
         stay in pinned host memory, and the rest of the budget becomes slots for the experts in use
@@ -95,7 +97,8 @@ def prepare(
         ep_group=ep_group, max_tokens=max_tokens, batch_invariant=batch_invariant,
     )  # fmt: skip
     report.outside = outside.pack()
-    if hasattr(model, "save_pretrained") and any(m.calls_moe for m in report.modules):
+    in_fp8 = any(weights.format == FP8 for weights in report.outside)
+    if hasattr(model, "save_pretrained") and (in_fp8 or any(m.calls_moe for m in report.modules)):
         from .integrations.transformers.quantizer import attach  # which imports transformers
 
         attach(model, report, format, activation, trainable_inputs, batch_invariant)

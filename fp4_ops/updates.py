@@ -15,6 +15,7 @@ from .experts.names import HALVES, MATRICES, NUMBERED, WRAPPERS
 from .experts.packed import PackedWeight
 from .meta.dtensors import split_over_processes
 from .models.expert_slots import reset_slots
+from .models.fp8_linear import FP8Linear
 from .models.new_weights import check, places_of, target_of, write
 from .quantization.overwrite import copy_into
 
@@ -122,6 +123,9 @@ def _update(model: nn.Module, given: str, name: str, tensor: Tensor) -> bool:
             f"{there or 'a plain tensor'}; both must be the same. Use distribute_tensor of "
             "torch.distributed.tensor, or .full_tensor()"
         )
+    if isinstance(owner, FP8Linear) and rest == "weight" and tensor.dtype != held.dtype:
+        owner.overwrite(tensor)
+        return True
     copy_into(held, tensor)
     reset_slots(owner)
     return True

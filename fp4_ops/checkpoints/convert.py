@@ -54,6 +54,12 @@ if TYPE_CHECKING:
 IN_FLIGHT = 64 << 20
 """The largest number of bytes that are read ahead of the quantiser, and also that wait to be written."""
 
+INSTEAD_OF_FP8 = (
+    "quantize writes these layers in 4 bits or leaves them; for fp8 load the folder, and call "
+    "fp4_ops.prepare(model, {kind}='fp8') or give from_pretrained an FP4Config({kind}='fp8')"
+)
+"""Advice in the error for linear layers in fp8."""
+
 CONTINUES = "Once this is fixed, the same command or call continues with the first file that is not done"
 """Advice after an error of the disk."""
 
@@ -155,7 +161,7 @@ def quantize_checkpoint(
         raise ValueError(f"fp4: format is {format!r}; it must be one of: {', '.join(FORMATS)}")
     chosen, device = find_method(method, format), usable_device(device)
     _check_calibration(chosen, calibration)
-    kinds = chosen_formats({"attention": attention, "dense": dense, "head": head})
+    kinds = chosen_formats({"attention": attention, "dense": dense, "head": head}, INSTEAD_OF_FP8)
     folder, to = Folder(source), Path(out)
     plan = Plan(folder, format, kinds)
     outputs = (output for file in folder.files for unit in plan.units(file) for output in unit.outputs)

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,14 @@ from ..experts.names import HALVES, wrapper_in
 from ..experts.packed import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
+from ..models.fp8_linear import put_codes
 from ..models.memory_plan import MemoryPlan
 from ..models.new_weights import take_new_weights
-from ..models.outside_experts import untie
+from ..models.outside_experts import kind_of, untie
 from ..models.pack_experts import A_FORMATS, choose_implementation
 from ..tensor import FP4Tensor
-from .dialects import Codes, Read, StoredWeight, scale_dtype
-from .files import PREFIXED, CheckpointError, Reader, TensorInfo
+from .dialects import FLOAT8, Codes, Read, StoredWeight, scale_dtype
+from .files import DAMAGED, PREFIXED, CheckpointError, Reader, TensorInfo
 from .fold import Folds, join_rows
 from .placement import DensePlacement, ExpertsPlacement, Part, Placement
 from .progress import progress_bar
@@ -43,6 +44,8 @@ class LoadReport:
     """Experts modules that stay in the plain layout, and why the device's own layout cannot hold them."""
     dense: list[str] = field(default_factory=list)
     """Parameters that were stored in 8 bits and are ordinary parameters now."""
+    fp8: list[str] = field(default_factory=list)
+    """Weights of linear layers that were stored in fp8 with a scale for each row, and stay so."""
     own_code: dict[str, str] = field(default_factory=dict)
     """Experts modules that run their own code, product by product, and why `fp4::moe` cannot run them."""
     folds: Folds = field(default_factory=Folds)
@@ -60,6 +63,8 @@ class LoadReport:
         ]
         if self.dense:
             lines.append(f"  {_names(self.dense)}: 8 bits, dequantised")
+        if self.fp8:
+            lines.append(f"  {_names(self.fp8)}: fp8, as stored")
         for what, modules in (
             ("left alone", self.left),
             ("layout plain", self.plain),
@@ -241,6 +246,27 @@ def load_dense(placed: DensePlacement, device: torch.device, source: Source) -> 
     return nn.Parameter(whole, requires_grad=False)
 
 
+def stays_fp8(name: str, module: nn.Module, placed: DensePlacement) -> bool:
+    """Returns whether a weight is that of a linear layer outside the experts, in fp8 as `save_pretrained`
+    writes it: with a float32 scale for each row, as fp4::linears takes it."""
+    stored = placed.parts.get((None, ""))
+    if not isinstance(stored, StoredWeight) or stored.dialect.name != FLOAT8.name:
+        return False
+    scale = stored.block_scale
+    by_rows = scale.dtype == torch.float32 and scale.shape == (placed.shape[0], 1)
+    return by_rows and type(module) is nn.Linear and kind_of(name) is not None and ".experts." not in name
+
+
+def load_fp8(module: nn.Module, placed: DensePlacement, read: Read) -> None:
+    """Makes a linear layer compute with stored codes and scales."""
+    stored: Any = placed.parts[None, ""]
+    scale = read(stored.block_scale).reshape(-1)
+    if not scale.isfinite().all():
+        raise CheckpointError(f"fp4: {stored.block_scale} holds NaN or infinity. {DAMAGED}")
+    weight = nn.Parameter(read(stored.packed), requires_grad=False)
+    put_codes(cast(nn.Linear, module), weight, scale)
+
+
 def load_linear(codes: Codes, format: str, dtype: torch.dtype, batch_invariant: bool = False) -> nn.Parameter:
     weight = FP4Tensor(codes.packed, codes.block_scale, codes.global_scale, format=format, dtype=dtype)
     n, k = weight.shape
@@ -306,9 +332,12 @@ def fill(
 
         for name, dense in placement.dense.items():
             owner, _, attribute = name.rpartition(".")
-            model.get_submodule(owner)._parameters[attribute] = load_dense(
-                dense, device_of(owner), source(device_of(owner))
-            )
+            module = model.get_submodule(owner)
+            if stays_fp8(name, module, dense) and not (trainable_inputs or batch_invariant):
+                load_fp8(module, dense, source(device_of(owner)).read)
+                report.fp8.append(name)
+                continue
+            module._parameters[attribute] = load_dense(dense, device_of(owner), source(device_of(owner)))
             if any(isinstance(part, StoredWeight) for part in dense.parts.values()):
                 report.dense.append(name)
         for name, placed in placement.experts.items():

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ..distributed.division import top_k_of
 from ..experts.packed import slot_weights
 from ..tensor import FP4Tensor
+from .fp8_linear import CODES
 
 _UNITS = {
     **{"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
@@ -278,8 +279,9 @@ def _cache_bytes(model: Any) -> int | None:
 
 
 def _element_size(model: Any) -> int:
-    """Returns the size of an element of the largest weight outside the experts, in bytes."""
-    floats = (p for p in model.parameters() if p.is_floating_point())
+    """Returns the size of an element of the largest weight outside the experts, in bytes. It stands for the
+    activations, so weights in fp8 do not count."""
+    floats = (p for p in model.parameters() if p.is_floating_point() and p.dtype != CODES)
     largest: Any = max(floats, key=lambda p: p.numel(), default=None)
     return 2 if largest is None else largest.element_size()
 

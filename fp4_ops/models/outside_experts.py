@@ -1,7 +1,7 @@
 """Finds and packs linear layers outside the experts, by kind, for `prepare`.
 
 A decoding step also reads the weights of attention and of the output head. In bf16 these are most of the
-bytes that it reads.
+bytes that it reads. A kind may be in a 4-bit format, or in fp8 with a scale for each row.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ..meta.dtensors import split_over_processes
 from ..meta.formats import FORMATS
 from ..tensor import FP4Tensor
 from .expert_lists import find_lists, put
+from .fp8_linear import FP8, FP8Linear, put_fp8
 from .prepare_report import OutsideWeights
 
 Kind = Literal["attention", "dense", "head"]
@@ -41,17 +42,22 @@ def kind_of(name: str) -> Kind | None:
     return "attention" if _ATTENTION.search(name) else "dense"
 
 
-def chosen_formats(wanted: Mapping[Kind, str]) -> dict[Kind, str]:
-    """Return the formats of kinds that do not keep their dtype. Raises ValueError for unknown formats."""
+def chosen_formats(wanted: Mapping[Kind, str], instead_of_fp8: str = "") -> dict[Kind, str]:
+    """Return the formats of kinds that do not keep their dtype. Raises ValueError for unknown formats.
+
+    instead_of_fp8: for callers that do not take "fp8": what to do instead, with {kind} for the option's name.
+    """
+    names = (KEEP, *FORMATS, *(() if instead_of_fp8 else (FP8,)))
     for kind, format in wanted.items():
-        if format not in (KEEP, *FORMATS):
-            raise ValueError(f"fp4: {kind} is {format!r}; it must be one of: {', '.join((KEEP, *FORMATS))}")
+        if format not in names:
+            more = f". {instead_of_fp8.format(kind=kind)}" if instead_of_fp8 and format == FP8 else ""
+            raise ValueError(f"fp4: {kind} is {format!r}; it must be one of: {', '.join(names)}{more}")
     return {kind: format for kind, format in wanted.items() if format != KEEP}
 
 
 @dataclass(frozen=True)
 class Outside:
-    """The linear layers of a model that are to be in 4 bits, by kind."""
+    """The linear layers of a model that are to be in 4 bits or in fp8, by kind."""
 
     model: nn.Module
     formats: Mapping[Kind, str]
@@ -60,34 +66,49 @@ class Outside:
     batch_invariant: bool = False
 
     def pack(self) -> list[OutsideWeights]:
-        """Replace the weights, one at a time, by FP4Tensors; the originals are freed."""
+        """Replace the weights, one at a time, by FP4Tensors or codes in fp8; the originals are freed."""
         return [self._pack_kind(kind, format) for kind, format in self.formats.items()]
 
     def _pack_kind(self, kind: Kind, format: str) -> OutsideWeights:
         before, after = 0, 0
-        packed: dict[int, Any] = {}  # a weight may serve several layers
+        packed: dict[int, nn.Linear] = {}  # a weight may serve several layers
         for name, linear in self.places[kind].items():
-            weight = linear.weight
-            if id(weight) in packed:
-                linear.weight = packed[id(weight)]
-                continue
-            before += weight.nbytes
+            weight, first = linear.weight, packed.get(id(linear.weight))
             with torch.inference_mode(False), torch.no_grad():
-                codes = torch.ops.fp4.quantize(weight.detach()[None], format)
-                after += put(linear, codes, format, batch_invariant=self.batch_invariant)
-            packed[id(weight)] = linear.weight
-            untie(self.model, name)
+                if format == FP8:
+                    assert first is None or isinstance(first, FP8Linear)
+                    made = put_fp8(linear, first)
+                    nbytes = made.weight.nbytes + made.weight_scale.nbytes
+                elif first is None:
+                    codes = torch.ops.fp4.quantize(weight.detach()[None], format)
+                    nbytes = put(linear, codes, format, batch_invariant=self.batch_invariant)
+                else:
+                    linear.weight = first.weight
+            if first is None:
+                before, after = before + weight.nbytes, after + nbytes
+                packed[id(weight)] = linear
+                untie(self.model, name)
         return OutsideWeights(kind, format, len(self.places[kind]), before, after)
 
 
 def check_gradients(formats: Mapping[Kind, str], trainable_inputs: bool) -> None:
-    """Raises ValueError if gradients must pass through a model with these kinds in 4 bits."""
+    """Raises ValueError if gradients must pass through a model with these kinds in 4 bits or in fp8."""
     if trainable_inputs and formats:
         kind, given = next(iter(formats.items()))
         raise ValueError(
-            f"fp4: trainable_inputs=True, and {kind} is {given!r}: 4-bit layers outside the experts pass no "
-            f"gradients on. Leave {kind} out"
+            f"fp4: trainable_inputs=True, and {kind} is {given!r}: 4-bit and fp8 layers outside the experts "
+            f"pass no gradients on. Leave {kind} out"
         )
+
+
+def check_batch_invariant(formats: Mapping[Kind, str], batch_invariant: bool) -> None:
+    """Raises ValueError for kinds in fp8 whose results must not depend on the rest of the batch."""
+    for kind, format in formats.items():
+        if batch_invariant and format == FP8:
+            raise ValueError(
+                f"fp4: batch_invariant=True, and {kind} is {FP8!r}: fp4::linears sums in an order that "
+                f"depends on the number of rows. Leave {kind} out, or use a 4-bit format"
+            )
 
 
 def find_outside(
@@ -99,15 +120,17 @@ def find_outside(
     """Find the layers of the kinds that `wanted` gives a format, and check their weights.
 
     Raises ValueError for a format that does not exist, for a kind without layers in the model, for weights
-    that cannot be packed, and if gradients would have to pass through these layers. The model is unchanged.
+    that cannot be packed, if gradients would have to pass through these layers, and for layers in fp8 whose
+    results must not depend on the rest of the batch. The model is unchanged.
     """
     formats = chosen_formats(wanted)
     check_gradients(formats, trainable_inputs)
+    check_batch_invariant(formats, batch_invariant)
     places: dict[Kind, dict[str, nn.Linear]] = {kind: {} for kind in formats}
     for name, linear in _linears(model, _experts(model)):
         own: Kind | None = "head" if linear is _head(model) else kind_of(name)
         if own is not None and own in formats:
-            _check(own, name, linear.weight)
+            _check(own, name, linear.weight, formats[own])
             places[own][name] = linear
     for kind, found in places.items():
         if not found:
@@ -145,7 +168,7 @@ def _head(model: Any) -> nn.Module | None:
     return found() if found is not None else None
 
 
-def _check(kind: Kind, name: str, weight: Tensor) -> None:
+def _check(kind: Kind, name: str, weight: Tensor, format: str) -> None:
     why = ""
     if weight.is_meta:
         why = "is on the meta device; load the weights before prepare"
@@ -153,9 +176,10 @@ def _check(kind: Kind, name: str, weight: Tensor) -> None:
         why = f"is {parts}; leave {kind} out"
     elif weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         why = f"is {weight.dtype}; it must be float32, bfloat16 or float16"
-    elif weight.shape[-1] % 2:
-        why = f"has an odd number of inputs, {weight.shape[-1]}; leave {kind} out"
+    elif weight.shape[-1] % 2 and format != FP8:
+        why = f"has an odd number of inputs, {weight.shape[-1]}; leave {kind} out, or use {FP8!r}"
     elif not weight.isfinite().all():
-        why = "holds NaN or infinity, which have no 4-bit code. Correct it before prepare"
+        which = FP8 if format == FP8 else "4-bit"
+        why = f"holds NaN or infinity, which have no {which} code. Correct it before prepare"
     if why:
         raise ValueError(f"fp4: {name} {why}")

@@ -29,12 +29,14 @@ from .base import (
     stored_weights,
     with_older,
 )
+from .compressed_tensors import FLOAT8
 from .int4 import ASYMMETRIC, OUT_OF_ORDER
-from .writing import EXPERTS_TARGET, describe, encode, writing_dialect
+from .writing import EXPERTS_TARGET, describe, encode, encode_rows, writing_dialect
 
 __all__ = [
     "DIALECTS",
     "EXPERTS_TARGET",
+    "FLOAT8",
     "METHODS",
     "Codes",
     "Dialect",
@@ -47,6 +49,7 @@ __all__ = [
     "describe",
     "dialects_of",
     "encode",
+    "encode_rows",
     "holds_fp4",
     "is_eight_bits",
     "needs_older",

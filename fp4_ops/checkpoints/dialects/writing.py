@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ...meta.formats import FORMATS
 from .base import Codes, Dialect
-from .compressed_tensors import MXFP4_PACK, NVFP4_PACK, PACK_INT4
+from .compressed_tensors import FLOAT8, MXFP4_PACK, NVFP4_PACK, PACK_INT4
 from .fp4 import FP4Dialect
+from .fp8 import EightBits
 from .gpt_oss import GPT_OSS_MXFP4
 from .int4 import OFFSET, Int4Dialect
 
@@ -52,7 +53,7 @@ def describe(groups: Sequence[tuple[Dialect, list[str]]], ignore: list[str]) -> 
 
     groups: the dialects, each with its targets. A target is the name of a linear layer, or "re:" and a
         regular expression.
-    ignore: the linear layers that are not in 4 bits.
+    ignore: the linear layers that are not quantised.
     """
     if any(dialect.stacked for dialect, _ in groups):
         return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
@@ -69,6 +70,21 @@ def describe(groups: Sequence[tuple[Dialect, list[str]]], ignore: list[str]) -> 
 
 def _group(dialect: Dialect, targets: list[str]) -> dict[str, Any]:
     """Return the entry of `config_groups` for the weights in one dialect."""
+    return {
+        "targets": targets,
+        "weights": _weights(dialect),
+        "input_activations": None,
+        "output_activations": None,
+        "format": dialect.name,
+    }
+
+
+def _weights(dialect: Dialect) -> dict[str, Any]:
+    """Return compressed-tensors' description of weights in one dialect."""
+    same = {"symmetric": True, "dynamic": False}
+    if isinstance(dialect, EightBits):
+        assert dialect.name == FLOAT8.name
+        return {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None, **same}
     format = FORMATS[dialect.format]
     is_int = isinstance(dialect, Int4Dialect)
     weights = {
@@ -76,18 +92,11 @@ def _group(dialect: Dialect, targets: list[str]) -> dict[str, Any]:
         "type": "int" if is_int else "float",
         "strategy": "tensor_group" if format.has_global_scale else "group",
         "group_size": format.block,
-        "symmetric": True,
-        "dynamic": False,
+        **same,
     }
     if not is_int:
         weights["scale_dtype"] = "torch.float8_e4m3fn" if format.has_global_scale else "torch.uint8"
-    return {
-        "targets": targets,
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": dialect.name,
-    }
+    return weights
 
 
 def _reciprocal(factor: Tensor) -> Tensor:
@@ -100,6 +109,11 @@ def _reciprocal(factor: Tensor) -> Tensor:
             if 1.0 / candidate == factor:
                 return candidate
     return near
+
+
+def encode_rows(name: str, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors that store a weight in fp8 with a scale for each row [N], in the dialect FLOAT8."""
+    return {name + FLOAT8.packed: codes, name + FLOAT8.block_scale: scale[:, None]}
 
 
 def encode(name: str, codes: Codes, dialect: Dialect) -> dict[str, Tensor]:

@@ -50,7 +50,14 @@ from ...meta.formats import FORMATS, check_activation_choice
 from ...meta.operand_checks import FLOATING_OR_DOUBLE
 from ...models.arriving import ArrivingExperts
 from ...models.expert_parallel import connect_model
-from ...models.outside_experts import KEEP, Kind, check_gradients, chosen_formats, find_outside
+from ...models.outside_experts import (
+    KEEP,
+    Kind,
+    check_batch_invariant,
+    check_gradients,
+    chosen_formats,
+    find_outside,
+)
 from ...models.pack_experts import pack_experts
 from ...models.prepare_report import PrepareReport
 from ...runtime.devices import usable_device
@@ -107,7 +114,9 @@ class FP4Config(QuantizationConfigMixin):
         self.attention, self.dense, self.head = attention, dense, head
         self.batch_invariant = batch_invariant
         if not stored:
-            check_gradients(chosen_formats(self.outside), trainable_inputs)
+            formats = chosen_formats(self.outside)
+            check_gradients(formats, trainable_inputs)
+            check_batch_invariant(formats, batch_invariant)
 
     @property
     def outside(self) -> dict[Kind, str]:

@@ -12,11 +12,21 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, modeling_utils
 
-from ...checkpoints.dialects import EXPERTS_TARGET, Codes, Dialect, describe, encode, writing_dialect
+from ...checkpoints.dialects import (
+    EXPERTS_TARGET,
+    FLOAT8,
+    Codes,
+    Dialect,
+    describe,
+    encode,
+    encode_rows,
+    writing_dialect,
+)
 from ...checkpoints.placement import Target, rules
 from ...checkpoints.shared import shared_by_class
 from ...experts.names import HALVES
 from ...experts.packed import PackedWeight
+from ...models.fp8_linear import FP8Linear
 from ...tensor import FP4Tensor
 
 
@@ -40,6 +50,7 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
         for n, m in model.named_modules(remove_duplicate=False)
         if isinstance(m, nn.Linear) and isinstance(m.weight, FP4Tensor)
     }
+    in_fp8 = {n: m for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, FP8Linear)}
     stacks = {
         f"{n}.{attribute}": w
         for n, m in model.named_modules(remove_duplicate=False)
@@ -49,9 +60,10 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
     if not (packed or stacks or linears):
         raise ValueError("fp4: the model holds no 4-bit weights; call fp4_ops.prepare first")
     experts: dict[str, PackedWeight | FP4Tensor] = {**packed, **stacks}
-    dialects = _dialects(model, experts, linears)
+    dialects = _dialects(model, experts, linears, alone=not (linears or in_fp8))
 
-    ours = tuple(f"{n}." for n in (*packed, *once)) + tuple(stacks) + tuple(f"{n}.weight" for n in linears)
+    ours = tuple(f"{n}." for n in (*packed, *once)) + tuple(stacks)
+    ours += tuple(f"{n}.weight" for n in (*linears, *in_fp8))
     state = {name: t for name, t in model.state_dict().items() if not name.startswith(ours)}
     names = stored_names(model)
     for name, weight in packed.items():
@@ -60,8 +72,13 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
         state.update(_experts(name, stack.prepack("plain")._operands(), dialects[stack.format], names))
     for name, matrix in linears.items():
         state.update(encode(name, _codes(*matrix.prepack("plain")._operands()), dialects[matrix.format]))
+    for name, layer in in_fp8.items():
+        # safetensors wants tensors that own their memory, and layers may share theirs
+        codes, scale = layer.weight.detach().cpu().clone(), layer.weight_scale.cpu().clone()
+        state.update(encode_rows(name, codes, scale))
 
-    dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in linears]
+    quantised = {*linears, *in_fp8}
+    dense = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in quantised]
     targets: dict[str, list[str]] = {format: [] for format in dialects}
     of_one = len({weight.format for weight in experts.values()}) == 1
     for name, of in experts.items():
@@ -70,11 +87,15 @@ def state_dict_for_saving(model: nn.Module) -> tuple[dict[str, Tensor], dict[str
             targets[of.format].append(own)
     for name, matrix in linears.items():
         targets[matrix.format].append(name)
-    return state, describe([(dialects[format], names) for format, names in targets.items()], dense)
+    groups = [(dialects[format], names) for format, names in targets.items()]
+    return state, describe(groups + [(FLOAT8, list(in_fp8))] * bool(in_fp8), dense)
 
 
 def _dialects(
-    model: Any, experts: Mapping[str, PackedWeight | FP4Tensor], linears: Mapping[str, FP4Tensor]
+    model: Any,
+    experts: Mapping[str, PackedWeight | FP4Tensor],
+    linears: Mapping[str, FP4Tensor],
+    alone: bool,
 ) -> dict[str, Dialect]:
     """Returns the dialect in which each format of a model is written. The experts' formats come first."""
     k: dict[str, set[int]] = {}
@@ -82,7 +103,7 @@ def _dialects(
         k.setdefault(weight.format, set()).add(weight.k)
     for matrix in linears.values():
         k.setdefault(matrix.format, set()).add(matrix.shape[-1])
-    alone = not linears and len(k) == 1  # GPT-OSS's own dialect holds only experts
+    alone = alone and len(k) == 1  # GPT-OSS's own dialect holds only experts
     family = getattr(model.config, "model_type", None)
     return {format: writing_dialect(format, family, sizes, alone) for format, sizes in k.items()}
 
