@@ -78,6 +78,8 @@ STABLE_TORCH_LIBRARY(fp4, m) {
       "linears(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor? norm_weight, float eps, "
       "Tensor? residual, Tensor? addend=None, Tensor[]? weight_scales=None, *, bool early=False, "
       "bool keep_norm=False, bool norm_in_float=False) -> Tensor[]");
+  // One product of linears with a weight in fp8, without lists: Inductor's C++ wrapper cannot pass them.
+  m.def("fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias=None) -> Tensor");
   m.def(
       "update_cache(Tensor q, Tensor k, Tensor v, Tensor cos, Tensor sin, Tensor? q_norm, Tensor? k_norm, "
       "float eps, Tensor(a!) keys, Tensor(b!) values, Tensor start) -> Tensor");

@@ -401,6 +401,27 @@ def check_linear(
         check_shape("residual", residual, (*leading(x, -1), weight.shape[0]))
 
 
+def check_fp8_linear(
+    x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Checks x [..., K], weight [N, K] in fp8, weight_scale [N], bias [N]."""
+    check_dtype("x", x, FLOATING)
+    check_not_scalar("x", x)
+    check_dtype("weight", weight, FLOAT8)
+    check_device("weight", weight, "x", x)
+    check_dim("weight", weight, 2)
+    check(
+        weight.shape[1] == x.shape[-1],
+        lambda: f"weight has {weight.shape[1]} columns; x has {x.shape[-1]}, and they must be equal",
+    )
+    check_dtype("weight_scale", weight_scale, FLOAT32)
+    check_device("weight_scale", weight_scale, "x", x)
+    check_shape("weight_scale", weight_scale, (weight.shape[0],))
+    if bias is not None:
+        check_like("bias", bias, "x", x)
+        check_shape("bias", bias, (weight.shape[0],))
+
+
 def check_packed_linears(
     a: torch.Tensor, b: int, b_scale: int, b_global_scale: int, bias: int, a_format: str
 ) -> None:

@@ -208,6 +208,12 @@ def linears(
 
 
 @_fake
+def fp8_linear(x, weight, weight_scale, bias=None):
+    checks.check_fp8_linear(x, weight, weight_scale, bias)
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@_fake
 def update_cache(q, k, v, cos, sin, q_norm, k_norm, eps, keys, values, start):
     checks.check_update_cache(q, k, v, cos, sin, q_norm, k_norm, keys, values, start)
     return q.new_empty(q.shape)

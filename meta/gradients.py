@@ -57,6 +57,7 @@ def _with(torchs: str) -> Reason:
 REASONS = {
     **dict.fromkeys(("quantize", "quantize_int8", "quantize_fp8"), _ROUNDS),
     "linears": _with("torch.nn.functional.linear and rms_norm"),
+    "fp8_linear": _with("torch.nn.functional.linear"),
     "update_cache": _with("torch's own operators and Tensor.index_copy"),
     "attention": _with("torch.nn.functional.scaled_dot_product_attention"),
     "cached_attention": _with("Tensor.index_copy and torch.nn.functional.scaled_dot_product_attention"),

@@ -25,7 +25,6 @@ from ..graph.nodes import (
     integer,
     is_op,
     is_tensor,
-    item,
     operand,
     passes_order,
     same_shape,
@@ -40,7 +39,7 @@ fp4 = torch.ops.fp4
 MAX_WEIGHTS = 3
 K_MULTIPLE = 64
 FP8_ROWS = 32
-"""The most rows of a product with a weight in fp8, which is one fp4::linears before this pass."""
+"""The most rows of a product with a weight in fp8, which is an fp4::fp8_linear before this pass."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +72,11 @@ def limits(device: torch.device) -> Limits | None:
 
 @dataclass(frozen=True)
 class _Linear:
-    """x @ weight.T + bias, x [M, K], or (x @ weight.T) * scale + bias with a weight in fp8. `rows` has the
-    elements of x, before reshapes. `call` is the operator that reads x, and `node` is its result.
+    """x @ weight.T + bias, x [M, K]. With a weight in fp8: (x @ weight.T) * scale + bias, x [..., K].
+    `rows` has the elements of x, before reshapes.
     """
 
     node: fx.Node
-    call: fx.Node
     x: fx.Node
     rows: fx.Node
     weight: fx.Node
@@ -166,22 +164,16 @@ def _read(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
     rows = _source(x, k)
     if not _few(rows, most.rows):
         return None
-    return _Linear(node, node, x, rows, weight, None, bias, most)
+    return _Linear(node, x, rows, weight, None, bias, most)
 
 
 def _read_fp8(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
-    """Reads a product of few rows and a parameter in fp8: fp4::linears with one weight and nothing else.
-    Returns None for other nodes."""
-    made = item(node)
-    if made is None or made[1] != 0 or not is_op(made[0], fp4.linears) or not is_tensor(node):
+    """Reads a product of few rows and a parameter in fp8. Returns None for other nodes."""
+    if not is_op(node, fp4.fp8_linear) or not is_tensor(node):
         return None
-    a = arguments(made[0])
-    if len(a["weights"]) != 1 or len(a["weight_scales"] or ()) != 1:
-        return None
-    if any(a[name] is not None for name in ("norm_weight", "residual", "addend")):
-        return None
-    x, (weight,), (scale,), (bias,) = (a[name] for name in ("x", "weights", "weight_scales", "biases"))
-    if not {weight, scale, bias} - {None} <= set(parameters) or not is_tensor(x) or value(x).dim() != 2:
+    a = arguments(node)
+    x, weight, scale, bias = (a[name] for name in ("x", "weight", "weight_scale", "bias"))
+    if not {weight, scale, bias} - {None} <= set(parameters) or not is_tensor(x):
         return None
     most = limits(value(x).device)
     if most is None or value(x).dtype not in most.dtypes or not value(weight).is_contiguous():
@@ -190,11 +182,11 @@ def _read_fp8(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
     if k is None or k % K_MULTIPLE:
         return None
     rows = _source(x, k)
-    if not _few(rows, FP8_ROWS):
+    if not _few(rows, FP8_ROWS) or None in _sizes(node):
         return None
     # torch has no such product, so the operator is not compared with any, and it is one already.
     own = replace(most, rows=FP8_ROWS, nbytes=float("inf"), alone=False)
-    return _Linear(node, made[0], x, rows, weight, scale, bias, own)
+    return _Linear(node, x, rows, weight, scale, bias, own)
 
 
 def _bytes(linears: list[_Linear]) -> int:
@@ -262,7 +254,7 @@ def _residual(linear: _Linear) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
-    readers = _readers(norm.node) - {linear.call for linear in linears}
+    readers = _readers(norm.node) - {linear.node for linear in linears}
     x, addend = _addends(norm.x) or (norm.x, None)
     with graph.inserting_after(norm.node if addend is None else norm.x):
         out = _call(graph, x, linears, norm, None, bool(readers), addend)
@@ -271,8 +263,9 @@ def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
         made = [graph.call_function(operator.getitem, (out, i)) for i in range(len(linears))]
     for linear, y in zip(linears, made):
         with graph.inserting_after(y):
-            flat = graph.call_function(aten.reshape.default, (y, [-1, linear.n]))
-        _replace(linear.node, flat)
+            lead = [-1] if value(linear.node).dim() == 2 else _sizes(linear.node)[:-1]
+            like = graph.call_function(aten.reshape.default, (y, [*lead, linear.n]))
+        _replace(linear.node, like)
     if kept is not None:
         _replace(norm.node, kept)
     if addend is not None:
@@ -295,7 +288,10 @@ def _addends(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _write_residual(graph: fx.Graph, linear: _Linear, add: fx.Node, residual: fx.Node) -> None:
     with graph.inserting_before(add):
         flat = graph.call_function(aten.reshape.default, (residual, [-1, linear.n]))
-        out = _call(graph, linear.x, [linear], None, flat)
+        x = linear.x
+        if value(x).dim() != 2:
+            x = graph.call_function(aten.reshape.default, (x, [-1, int(shape(linear.weight)[1])]))
+        out = _call(graph, x, [linear], None, flat)
         y = graph.call_function(operator.getitem, (out, 0))
         made = graph.call_function(aten.reshape.default, (y, _sizes(add)))
     _replace(add, made)

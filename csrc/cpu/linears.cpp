@@ -181,6 +181,19 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   return made;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) { m.impl("linears", FP4_BOX(linears)); }
+namespace {
+
+Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                  const OptionalTensor& bias) {
+  check_fp8_linear(x, weight, weight_scale, bias);
+  return linears(x, {weight}, {bias}, {}, 0, {}, {}, {{weight_scale}}, false, false, false)[0];
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(fp4, CPU, m) {
+  m.impl("linears", FP4_BOX(linears));
+  m.impl("fp8_linear", FP4_BOX(fp8_linear));
+}
 
 }  // namespace fp4::cpu

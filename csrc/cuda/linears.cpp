@@ -180,8 +180,17 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   return made;
 }
 
+Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                  const OptionalTensor& bias) {
+  check_fp8_linear(x, weight, weight_scale, bias);
+  return linears(x, {weight}, {bias}, {}, 0, {}, {}, {{weight_scale}}, false, false, false)[0];
+}
+
 }  // namespace
 
-FP4_REGISTER(FP4_LIBRARY, FP4_DISPATCH_KEY, m) { m.impl("linears", FP4_BOX(linears)); }
+FP4_REGISTER(FP4_LIBRARY, FP4_DISPATCH_KEY, m) {
+  m.impl("linears", FP4_BOX(linears));
+  m.impl("fp8_linear", FP4_BOX(fp8_linear));
+}
 
 }  // namespace fp4::cuda

@@ -162,6 +162,12 @@ def linears(
     return [*made, *(y.contiguous() for y in (kept if addend is None else [*kept, x]))]
 
 
+def fp8_linear(x, weight, weight_scale, bias=None):
+    """Calls `linears` with one weight."""
+    checks.check_fp8_linear(x, weight, weight_scale, bias)
+    return torch.ops.fp4.linears(x, [weight], [bias], None, 0.0, None, None, [weight_scale])[0]
+
+
 def packed_linears(
     a, b, b_scale, b_global_scale, bias, *, format, layout="plain", a_format="none", out_dtype=None
 ):

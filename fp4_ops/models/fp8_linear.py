@@ -47,7 +47,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class FP8Linear(nn.Linear):
-    """Computes y = (x @ weight.T) * weight_scale + bias by `torch.ops.fp4.linears`.
+    """Computes y = (x @ weight.T) * weight_scale + bias by `torch.ops.fp4.fp8_linear`.
 
     weight: float8_e4m3fn [N, K], without gradient.
     weight_scale: float32 [N], a buffer.
@@ -72,12 +72,8 @@ class FP8Linear(nn.Linear):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = x.to(dtype)
             bias = None if bias is None else bias.to(dtype)  # type: ignore[assignment]
-        # compile_passes/step/linears.py recognises this call.
-        rows = x.reshape(-1, x.shape[-1])
-        y = torch.ops.fp4.linears(
-            rows, [self.weight], [bias], None, 0.0, None, None, [self.weight_scale]
-        )[0]  # fmt: skip
-        return y.view(*x.shape[:-1], y.shape[-1])
+        y: Tensor = torch.ops.fp4.fp8_linear(x, self.weight, self.weight_scale, bias)
+        return y
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the values of the weight, rounded once."""

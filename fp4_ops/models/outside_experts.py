@@ -106,7 +106,7 @@ def check_batch_invariant(formats: Mapping[Kind, str], batch_invariant: bool) ->
     for kind, format in formats.items():
         if batch_invariant and format == FP8:
             raise ValueError(
-                f"fp4: batch_invariant=True, and {kind} is {FP8!r}: fp4::linears sums in an order that "
+                f"fp4: batch_invariant=True, and {kind} is {FP8!r}: fp4::fp8_linear sums in an order that "
                 f"depends on the number of rows. Leave {kind} out, or use a 4-bit format"
             )
 

@@ -211,6 +211,11 @@ def _linears(rng, device, fp8=None):
     return (*given, scales), options
 
 
+def _fp8_linear(rng, device):
+    (x, weights, biases, *_, scales), _ = _linears(rng, device, fp8=True)
+    return (x, weights[0], scales[0], biases[0]), {}
+
+
 def _top_experts(rng, device):
     experts = rng.choice((1, 5, 32, 128))
     lead = [rng.randint(0, 4), rng.randint(1, 4)][: rng.randint(0, 2)]
@@ -328,6 +333,7 @@ SAMPLES = {
     "moe_slots": _moe_slots,
     "moe_input_grads": _moe_input_grads,
     "linears": _linears,
+    "fp8_linear": _fp8_linear,
     "packed_linears": _packed_linears,
     "attention": _attention,
     "cached_attention": _cached_attention,
@@ -345,6 +351,7 @@ SAMPLES = {
 
 TORCHS = {
     "linears": "functional.linear",
+    "fp8_linear": "functional.linear",
     "update_cache": "index_copy",
     "attention": "scaled_dot_product_attention",
     "cached_attention": "index_copy",

@@ -310,6 +310,7 @@ def test_a_compiled_step(fresh_dynamo):
     with_norm = [line for line in made if "[None], arg" in line]
     assert (len(three), len(alone), len(with_norm)) == (2, 2, 1) and len(made) == 5
     assert all("[None], None, 0.0, None" not in line for line in alone)  # each adds the residual
+    assert not calls(code, "fp8_linear")
 
 
 def test_steps_are_compiled_once(fresh_dynamo):
@@ -323,7 +324,7 @@ def test_steps_are_compiled_once(fresh_dynamo):
 
     def backend(graph, inputs, mode=None):
         frames["compiled"] += 1
-        frames["products"] += sum("fp4.linears" in str(node.target) for node in graph.graph.nodes)
+        frames["products"] += sum("fp4.fp8_linear" in str(node.target) for node in graph.graph.nodes)
         return graph
 
     config = transformers.CompileConfig(backend=backend)  # asks for it, so a step on a CPU is compiled

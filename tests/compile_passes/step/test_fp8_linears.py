@@ -1,4 +1,4 @@
-"""Products with weights in fp8, each an fp4::linears, take their norm, residual and neighbours in."""
+"""Products with weights in fp8 become an fp4::linears with their norm, residual and neighbours."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ class Eighths(nn.Module):
         self.bias = linear.bias
 
     def forward(self, x):
-        flat = x.reshape(-1, x.shape[-1])
-        given = flat, [self.weight], [self.bias], None, 0.0, None, None, [self.scale]
-        return fp4.linears(*given)[0].view(*x.shape[:-1], -1)
+        return fp4.fp8_linear(x, self.weight, self.scale, self.bias)
 
 
 @pytest.fixture(autouse=True)
@@ -75,13 +73,10 @@ def test_a_router_in_16_bits_shares_no_call_with_weights_in_fp8(device):
     done = run(in_fp8(Four().to(device, BF16), "layers.1", "layers.2"), draw(device, 3, 1, K))
     router, *rest = done.calls("linears")
     assert [w.meta["val"].shape[0] for w in router.args[1]] == [5, 1] and router.kwargs["keep_norm"]
-    assert [len(_scales(c)) for c in rest] == [1, 1] and not [
-        c.args[3] for c in rest if c.args[3] is not None
-    ]
+    assert not rest and len(done.calls("fp8_linear")) == 2
     done = run(in_fp8(Four().to(device, BF16)), draw(device, 3, 1, K))
-    whole, last = done.calls("linears")
-    assert len(_scales(whole)) == 3 and whole.kwargs["keep_norm"]
-    assert len(_scales(last)) == 1 and last.args[3] is None
+    (call,) = done.calls("linears")
+    assert len(_scales(call)) == 3 and call.kwargs["keep_norm"] and len(done.calls("fp8_linear")) == 1
 
 
 def test_a_large_weight_takes_its_norm_in(device, monkeypatch):
@@ -97,24 +92,27 @@ def test_rows(device, rows, taken):
     """The kernels for up to this number of rows are checked at their first use."""
     assert max(trust.ROWS) == FP8_ROWS
     module = in_fp8(Attention().to(device, BF16), "q", "k", "v", "o")
-    found = forms(run(module, draw(device, rows, 1, K)))
-    assert (found == [(3, True, False, True), (1, False, True, True)]) is taken
-    assert taken or found == [(1, False, False, True)] * 4
+    done = run(module, draw(device, rows, 1, K))
+    assert forms(done) == [(3, True, False, True), (1, False, True, True)] * taken
+    assert len(done.calls("fp8_linear")) == 4 * (not taken)
 
 
 def test_what_stays(device, monkeypatch):
     """Norms of other forms, K that the kernel does not take, float32, and a device without the kernel."""
-    alone = [(1, False, False, True)]
+
+    def stays(norm, product, x) -> bool:
+        done = run(nn.Sequential(norm.to(device, x.dtype), product), x)
+        return not done.calls("linears") and len(done.calls("fp8_linear")) == 1
+
     product = in_fp8(nn.Sequential(nn.Linear(K, 48))).to(device)
     product[0].bias.data = product[0].bias.data.to(BF16)
-    assert forms(run(nn.Sequential(Gemma().to(device, BF16), product), draw(device, 3, 1, K))) == alone
+    assert stays(Gemma(), product, draw(device, 3, 1, K))
     narrow = in_fp8(nn.Sequential(nn.Linear(48, 48, bias=False))).to(device)
-    assert forms(run(nn.Sequential(Norm(48).to(device, BF16), narrow), draw(device, 3, 1, 48))) == alone
+    assert stays(Norm(48), narrow, draw(device, 3, 1, 48))
     plain = in_fp8(nn.Sequential(nn.Linear(K, 48, bias=False))).to(device)
-    x = draw(device, 3, 1, K, dtype=torch.float32)
-    assert forms(run(nn.Sequential(Norm().to(device), plain), x)) == alone
+    assert stays(Norm(), plain, draw(device, 3, 1, K, dtype=torch.float32))
     monkeypatch.setattr(linears, "limits", lambda device: None)
-    assert forms(run(nn.Sequential(Norm().to(device, BF16), plain), draw(device, 3, 1, K))) == alone
+    assert stays(Norm(), plain, draw(device, 3, 1, K))
 
 
 def test_weights_that_are_no_parameters_stay(device):
@@ -125,8 +123,8 @@ def test_weights_that_are_no_parameters_stay(device):
 
         def forward(self, x, weight, scale):
             h = self.norm(x).view(-1, K)
-            return fp4.linears(h, [weight], [None], None, 0.0, None, None, [scale])[0]
+            return fp4.fp8_linear(h, weight, scale)
 
     weight = torch.randn(16, K, device=device).to(torch.float8_e4m3fn)
     done = run(Given().to(device, BF16), draw(device, 3, 1, K), weight, torch.rand(16, device=device))
-    assert forms(done) == [(1, False, False, True)]
+    assert not done.calls("linears") and len(done.calls("fp8_linear")) == 1
