@@ -551,6 +551,7 @@ def fp4_calls(graph: fx.Graph, known: Collection[fx.Node] = ()) -> list[Site]:
         if is_operator and str(node.target).startswith("fp4.") and node not in known:
             name = str(node.target).split(".")[1]
             out = node.meta.get("val", node.meta.get("example_value"))
+            out = out[0] if isinstance(out, list | tuple) else out
             by = kernel(out.device.type) if isinstance(out, torch.Tensor) else ""
             where, module = location(node), module_path(node)
             sites.append(Site(f"fp4::{name}", "", where, module, form=OWN_CALL, kernel=by))

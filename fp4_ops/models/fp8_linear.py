@@ -171,6 +171,17 @@ def put_fp8(linear: nn.Linear, like: FP8Linear | None = None) -> FP8Linear:
     return put_codes(linear, nn.Parameter(codes, requires_grad=False), scale)
 
 
+def to_linear(layer: FP8Linear, dtype: torch.dtype) -> nn.Linear:
+    """Turns an FP8Linear into an nn.Linear with the same values in `dtype`, in place."""
+    made: Any = layer
+    values = layer.dequantize(dtype)
+    del made._buffers["weight_scale"]
+    made.__class__ = nn.Linear
+    made.weight = nn.Parameter(values, requires_grad=False)
+    plain: nn.Linear = made
+    return plain
+
+
 def put_codes(linear: nn.Linear, weight: nn.Parameter, scale: Tensor) -> FP8Linear:
     """Turns an nn.Linear into an FP8Linear with these codes and scales, in place."""
     made: Any = linear

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -16,6 +17,7 @@ from torch._inductor.utils import run_and_get_code
 import fp4_ops
 from fp4_ops.checkpoints import quantize_checkpoint
 from fp4_ops.integrations.transformers import quantizer
+from fp4_ops.integrations.transformers.reference import load_reference
 from fp4_ops.models.fp8_linear import CODES, FP8Linear
 from fp4_ops.models.memory_plan import plan_memory
 from fp4_ops.models.outside_experts import KINDS, kind_of
@@ -226,6 +228,10 @@ def test_a_folder_keeps_the_codes(family, head, tmp_path):
     report = loaded.hf_quantizer.report
     assert set(report.fp8) == set(in_fp8(model)) and not report.dense and "fp8, as stored" in str(report)
     assert relative_error(logits(loaded, ids), want) < 1e-2
+    reference, _ = load_reference(tmp_path / "first", "cpu", torch.bfloat16)
+    for name, module in in_fp8(model).items():
+        assert type(reference.get_submodule(name.removesuffix(".weight"))) is nn.Linear
+        assert torch.equal(reference.get_parameter(name), module.dequantize(torch.bfloat16))
     loaded.save_pretrained(tmp_path / "again")
     same_codes(fp4_ops.load_checkpoint(None, tmp_path / "again"), model)
     for options in ({"trainable_inputs": True}, {"batch_invariant": True}):
@@ -270,6 +276,10 @@ def test_what_does_not_take_fp8_says_what_does(tmp_path):
     model = build("qwen3_moe", torch.float32, "grouped_mm", num_hidden_layers=1)
     with pytest.raises(ValueError, match=r"call fp4_ops.prepare\(model, head='fp8'\) before torch.compile"):
         fp4_ops.explain(model, ids, options={"head": "fp8"})
+    prepared = copy.deepcopy(model)
+    fp4_ops.prepare(prepared, "nvfp4", head="fp8")
+    told = str(fp4_ops.explain(prepared, ids))
+    assert re.search(r"fp4::\w*linear\w*  from the model, which calls it itself\n +kernel cpu \w+", told)
     model.save_pretrained(tmp_path / "source")
     with pytest.raises(ValueError, match=r"call fp4_ops.prepare\(model, dense='fp8'\) or give"):
         quantize_checkpoint(tmp_path / "source", tmp_path / "out", dense="fp8")
@@ -349,7 +359,9 @@ def test_accelerate_offloads_the_layers(way, tmp_path):
 
 
 def test_a_memory_plan_counts_codes_and_keeps_the_size_of_activations():
-    model, plain = (build("qwen3_moe", torch.bfloat16, "grouped_mm") for _ in range(2))
+    # The projection of the queries is the largest weight outside the experts.
+    model = build("qwen3_moe", torch.bfloat16, "grouped_mm", num_attention_heads=16)
+    plain = copy.deepcopy(model)
     fp4_ops.prepare(plain, "nvfp4")
     report = fp4_ops.prepare(model, "nvfp4", attention="fp8", head="fp8")
     before, after = (plan_memory(m, "2GiB") for m in (plain, model))

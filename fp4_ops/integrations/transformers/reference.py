@@ -15,6 +15,7 @@ from ...checkpoints.families import model_class, named_class, register_families
 from ...checkpoints.folder import check_name
 from ...checkpoints.load import check_info
 from ...experts.packed import PackedWeight
+from ...models.fp8_linear import FP8Linear, to_linear
 from ...quantization.evaluation import Stored
 from ...tensor import FP4Tensor
 from .load_model import load_checkpoint
@@ -26,7 +27,7 @@ def load_reference(
 ) -> tuple[Any, dict[str, Stored]]:
     """Loads a model with ordinary weights only. Also returns, by module, which experts were in 4 bits.
 
-    model: a folder or a name for `from_pretrained`. 4-bit weights are dequantised to `dtype`.
+    model: a folder or a name for `from_pretrained`. Weights in 4 bits and in fp8 are dequantised to `dtype`.
 
     Raises CheckpointError if the folder lacks weights, which transformers would fill at random.
     """
@@ -48,8 +49,9 @@ def load_reference(
 
 @torch.no_grad()
 def dequantize(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
-    """Turns 4-bit weights into ordinary parameters, in place. Returns, by module, how its experts were
-    stored.
+    """Turns weights in 4 bits and in fp8 into ordinary parameters, in place.
+
+    Returns, by module, how its experts were stored.
     """
     stored: dict[str, Stored] = {}
     modules: dict[str, Any] = dict(model.named_modules())
@@ -69,6 +71,8 @@ def dequantize(model: nn.Module, dtype: torch.dtype) -> dict[str, Stored]:
         module.config._experts_implementation = "eager"
         stored[name] = was
     for module in modules.values():
+        if isinstance(module, FP8Linear):
+            to_linear(module, dtype)
         for key, p in module._parameters.items():
             if isinstance(p, FP4Tensor):
                 module._parameters[key] = nn.Parameter(p.dequantize(dtype).contiguous(), requires_grad=False)
