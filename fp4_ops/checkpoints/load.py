@@ -17,7 +17,7 @@ from ..experts.names import HALVES, wrapper_in
 from ..experts.packed import IMPLEMENTATION, PackedWeight, Recipe, SharedLayout, interleave
 from ..meta.formats import FORMATS, check_activation_choice
 from ..meta.layouts import preferred_layout
-from ..models.fp8_linear import put_codes
+from ..models.fp8_linear import has_kernel, put_codes
 from ..models.memory_plan import MemoryPlan
 from ..models.new_weights import take_new_weights
 from ..models.outside_experts import kind_of, untie
@@ -333,7 +333,8 @@ def fill(
         for name, dense in placement.dense.items():
             owner, _, attribute = name.rpartition(".")
             module = model.get_submodule(owner)
-            if stays_fp8(name, module, dense) and not (trainable_inputs or batch_invariant):
+            kept = has_kernel(device_of(owner)) and not (trainable_inputs or batch_invariant)
+            if kept and stays_fp8(name, module, dense):
                 load_fp8(module, dense, source(device_of(owner)).read)
                 report.fp8.append(name)
                 continue

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..meta.dtensors import split_over_processes
 from ..quantization.overwrite import copy_into
 from ..quantization.weight import SOURCE_DTYPES
+from ..runtime import native
 
 FP8 = "fp8"
 """Name of the format in `prepare(attention=..., dense=..., head=...)`."""
@@ -158,6 +159,11 @@ class FP8Linear(nn.Linear):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def has_kernel(device: torch.device) -> bool:
+    """Returns whether a device has a kernel for weights in fp8. On others each call dequantises them."""
+    return device.type == "cpu" or native.is_hopper(device)
 
 
 def put_fp8(linear: nn.Linear, like: FP8Linear | None = None) -> FP8Linear:

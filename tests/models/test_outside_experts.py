@@ -15,7 +15,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import fp4_ops
-from fp4_ops.checkpoints import quantize_checkpoint
+from fp4_ops.checkpoints import load, quantize_checkpoint
 from fp4_ops.integrations.transformers import quantizer
 from fp4_ops.integrations.transformers.reference import load_reference
 from fp4_ops.models.fp8_linear import CODES, FP8Linear
@@ -217,7 +217,7 @@ def same_codes(a: nn.Module, b: nn.Module) -> None:
 @pytest.mark.parametrize(
     "family, head", [("qwen3_moe", "fp8"), ("deepseek_v3", "nvfp4"), ("gpt_oss", "keep")]
 )
-def test_a_folder_keeps_the_codes(family, head, tmp_path):
+def test_a_folder_keeps_the_codes(family, head, tmp_path, monkeypatch):
     model, ids = build(family, torch.bfloat16, "grouped_mm"), tokens(2, 7)
     fp4_ops.prepare(model, "mxfp4", attention="fp8", head=head)
     want = logits(model, ids)
@@ -234,7 +234,8 @@ def test_a_folder_keeps_the_codes(family, head, tmp_path):
         assert torch.equal(reference.get_parameter(name), module.dequantize(torch.bfloat16))
     loaded.save_pretrained(tmp_path / "again")
     same_codes(fp4_ops.load_checkpoint(None, tmp_path / "again"), model)
-    for options in ({"trainable_inputs": True}, {"batch_invariant": True}):
+    for options in ({"trainable_inputs": True}, {"batch_invariant": True}, {}):
+        monkeypatch.setattr(load, "has_kernel", lambda device, there=bool(options): there)
         ordinary = fp4_ops.load_checkpoint(None, tmp_path / "first", **options)
         assert not in_fp8(ordinary) and set(ordinary.hf_quantizer.report.dense) == set(in_fp8(model))
         for name, module in in_fp8(model).items():
