@@ -1,7 +1,7 @@
-"""Measures a whole decoding step of Qwen3-30B-A3B on a CPU, where only the experts or all weights are in 4
-bits.
+"""Measures a whole decoding step of Qwen3-30B-A3B on a CPU, with the experts in 4 bits, and the other weights
+in 16, 8 or 4.
 
-    python benchmarks/cpu_step.py [--layers N] [--formats nvfp4] [--variants experts,whole]
+    python benchmarks/cpu_step.py [--layers N] [--formats nvfp4] [--variants experts,fp8,whole]
                                   [--threads 16] [--prefill 512] [--rounds 5]
                                   [--bench build/bin/llama-bench --folder /dev/shm]
 
@@ -17,6 +17,7 @@ file of random blocks that `gguf_models` writes into the folder. The times of a 
 rounds, and `speedup` is the median of llama.cpp's time divided by ours of the same round.
 
     experts     fp4_ops.prepare(model, format): everything else is bf16
+    fp8         prepare(model, format, attention="fp8", head="fp8")
     whole       prepare(model, format, attention=format, head=format)
 """
 
@@ -40,7 +41,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, StaticCache
 
 import fp4_ops
 from fp4_ops.host_memory import use_huge_pages
-from fp4_ops.models.outside_experts import find_outside, kind_of
+from fp4_ops.models.fp8_linear import quantize_rows
+from fp4_ops.models.outside_experts import KEEP, kind_of
 
 ALL_LAYERS, STEPS, SKIP, CONTEXT = 48, 40, 8, 100
 VOCABULARY = 151936
@@ -49,7 +51,12 @@ SIZES = dict(
     num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
     pad_token_id=0, eos_token_id=None, bos_token_id=None,
 )  # fmt: skip
-KINDS = {"experts": (), "whole": ("attention", "head")}
+VARIANTS = ("experts", "fp8", "whole")
+
+
+def outside(variant: str, format: str) -> dict[str, str]:
+    """Returns the options of prepare for the weights outside the experts."""
+    return dict.fromkeys(("attention", "head"), {"fp8": "fp8", "whole": format}.get(variant, KEEP))
 
 
 def new_model() -> Qwen3MoeForCausalLM:
@@ -78,13 +85,18 @@ def check(format: str, variant: str) -> record.Row:
     """Returns the relative error against the dequantised weights. Activations are int8, so the error is about
     1e-2."""
     model = new_model()
-    twin = copy.deepcopy(model)
+    twin, options = copy.deepcopy(model), outside(variant, format)
     for name, p in twin.named_parameters():
         kind = "head" if name == "lm_head.weight" else kind_of(name)
-        if p.dim() > 1 and (".experts." in name or kind in KINDS[variant]):
-            packed = torch.ops.fp4.quantize(p, format)
-            p.copy_(torch.ops.fp4.dequantize(*packed, format, p.dtype))
-    fp4_ops.prepare(model, format, **dict.fromkeys(KINDS[variant], format))
+        own = format if ".experts." in name else options.get(str(kind), KEEP)
+        if p.dim() < 2 or own == KEEP:
+            continue
+        if own == "fp8":
+            codes, scale = quantize_rows(p)
+            p.copy_(codes.float() * scale[:, None])
+        else:
+            p.copy_(torch.ops.fp4.dequantize(*torch.ops.fp4.quantize(p, own), own, p.dtype))
+    fp4_ops.prepare(model, format, **options)
     ids = torch.randint(1, VOCABULARY, (1, 8))
     want = twin(ids, use_cache=False).logits.double()
     error = ((model(ids, use_cache=False).logits.double() - want).norm() / want.norm()).item()
@@ -191,7 +203,7 @@ def gigabytes(model: torch.nn.Module) -> float:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=ALL_LAYERS)
     parser.add_argument("--formats", default="nvfp4")
-    parser.add_argument("--variants", default=",".join(KINDS))
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--prefill", type=int, default=0)
     parser.add_argument("--bench", type=Path, help="llama-bench of a build of llama.cpp")
@@ -203,15 +215,14 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
     torch.set_num_threads(args.threads)
     yield cpu_machine.bandwidth(args.threads)
     peer = Peer(args) if args.bench else None
-    kinds_of = {variant: KINDS[variant] for variant in args.variants.split(",")}
+    variants = args.variants.split(",")
     for format in args.formats.split(","):
-        for variant in kinds_of:
+        for variant in variants:
             yield check(format, variant)
-        model = new_model()
-        fp4_ops.prepare(model, format)
-        add_layers(model, args.layers)
-        for variant, kinds in kinds_of.items():
-            find_outside(model, dict.fromkeys(kinds, format)).pack()
+        for variant in variants:
+            model = new_model()
+            fp4_ops.prepare(model, format, **outside(variant, format))
+            add_layers(model, args.layers)
             names = {"variant": variant, "format": format, "threads": args.threads, "layers": args.layers}
             gb = gigabytes(model)
             if args.prefill:
@@ -224,8 +235,8 @@ def rows(args: argparse.Namespace) -> Iterator[record.Row]:
             steps = Steps(model)
             times = in_turn(steps, peer, args.rounds) if peer else steps.ms()
             yield {"table": "step", **names, **times, "tokens_per_s": 1e3 / times["ms"], "gb": gb}
-        del model
-        gc.collect()
+            del model, steps
+            gc.collect()
 
 
 if __name__ == "__main__":

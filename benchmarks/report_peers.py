@@ -199,7 +199,11 @@ def llama_cpp() -> str:
 def cpu_steps() -> str:
     """Decoding steps and prompts on a CPU, beside llama.cpp: in turn where the record has its times.
     Otherwise they are from another day, and its step is the best of two numbers of threads."""
-    names = {"experts": "experts nvfp4, others bf16", "whole": "all nvfp4"}
+    names = {
+        "experts": "experts nvfp4, others bf16",
+        "fp8": "experts nvfp4, others fp8",
+        "whole": "all nvfp4",
+    }
     heads = ["processor", "layers", "threads", "weights", "a step, ms", "without guards", "not compiled",
              "llama.cpp, ms", "llama.cpp / fp4_ops", "GB", "llama.cpp, GB", "512 tokens, ms",
              "llama.cpp, ms"]  # fmt: skip

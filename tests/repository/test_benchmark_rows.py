@@ -57,9 +57,10 @@ def test_rows_of_cpu_step(monkeypatch):
     monkeypatch.setattr(module.cpu_machine, "bandwidth", lambda threads: {"table": "memory"})
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     rows = first_rows("cpu_step", ["--layers", "2", "--formats", "mxfp4", "--prefill", "3"])
-    assert [r.get("variant") for r in rows[1:]] == ["experts", "whole"] + ["experts"] * 2 + ["whole"] * 2
-    experts, whole = rows[-3::2]
-    assert experts["gb"] > whole["gb"] > 0
+    variants = ["experts", "fp8", "whole"]
+    assert [r.get("variant") for r in rows[1:]] == variants + [v for v in variants for _ in range(2)]
+    experts, fp8, whole = rows[-5::2]
+    assert experts["gb"] > fp8["gb"] > whole["gb"] > 0
 
 
 @pytest.mark.more
