@@ -109,7 +109,7 @@ def test_linears_request_weights_before_they_wait(functions, kernel):
     first wait is for launches whose weights a kernel before may have written; x is loaded after either.
     """
     for name, body in kernels(functions, kernel).items():
-        half = "PlainWeightsILNS_6device7ElementE1" in name
+        half = "WeightsILNS_6device7ElementE1" in name
         assert re.search(r"HMMA\.16816\.F32\s" if half else r"HMMA\.16816\.F32\.BF16\s", body), name
         first = body[: body.rindex("ACQBULK")]
         assert "LDGSTS.E.BYPASS.LTC256B.128" in first and "LDG.E.128" not in first, name

@@ -37,7 +37,7 @@ def test_every_operator_format_layout_and_kind_has_a_case():
     # unpack is part of prepack's check; gradients and orders of rows are exact, or torch's own; a step's have
     # no 4-bit weight; moe_slots is moe over other memory; the rest needs several processes.
     others = {"unpack", "moe_input_grads", "moe_slots", "moe_ep", "all_reduce"}
-    others |= {"attention", "cached_attention", "linears", "packed_linears", "router"}
+    others |= {"attention", "cached_attention", "fp8_linear", "linears", "packed_linears", "router"}
     others |= {"top_experts", "update_cache"}
     assert set(OPERATORS) - done == {*others, *ROWS}
 
