@@ -38,15 +38,27 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def check_linears(dtype: torch.dtype) -> None:
     m, k = random.choice((1, 2, 3, 4, 5, 17)), random.choice((1, 31, 33, 64, 100, 700))
     columns = [random.choice((1, 7, 8, 40)) for _ in range(random.randint(1, 3))]
-    x, addend = (torch.randn(m, k).to(dtype) for _ in range(2))
     weights = [torch.randn(n, k).to(dtype) for n in columns]
+    check_call(dtype, m, weights, [w.double() for w in weights])
+
+
+def check_call(
+    dtype: torch.dtype,
+    m: int,
+    weights: list[torch.Tensor],
+    exact: list[torch.Tensor],
+    scales: list[torch.Tensor] | None = None,
+) -> None:
+    """Checks a call of fp4::linears with m rows and random options. exact: the weights' values in float64."""
+    k, columns = weights[0].shape[1], [len(w) for w in weights]
+    x, addend = (torch.randn(m, k).to(dtype) for _ in range(2))
     biases = [torch.randn(n).to(dtype) if random.random() < 0.5 else None for n in columns]
     norm = torch.randn(k).to(dtype) if random.random() < 0.5 else None
     add = addend if random.random() < 0.5 else None
     residual = torch.randn(m, columns[0]).to(dtype) if len(columns) == 1 else None
     in_float = norm is not None and random.random() < 0.5
     options = {"keep_norm": norm is not None, "norm_in_float": in_float}
-    given = (x, weights, biases, norm, 1e-5, residual, add)
+    given = (x, weights, biases, norm, 1e-5, residual, add, scales)
     got = torch.ops.fp4.linears(*given, **options)
     one_by_one = [torch.ops.fp4.linears(*(
         t[i : i + 1] if isinstance(t, torch.Tensor) and t.dim() == 2 else t for t in given
@@ -58,9 +70,9 @@ def check_linears(dtype: torch.dtype) -> None:
     if norm is not None:
         rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + 1e-5)
         rows = rounded(norm.double() * (rows if in_float else rounded(rows, dtype)), dtype)
-    want = [F.linear(rows, w.double(), None if b is None else b.double()) for w, b in zip(weights, biases)]
-    sizes = [rows.abs() @ w.double().abs().T + (0 if b is None else b.double().abs())
-             for w, b in zip(weights, biases)]  # fmt: skip
+    want = [F.linear(rows, w, None if b is None else b.double()) for w, b in zip(exact, biases)]
+    sizes = [rows.abs() @ w.abs().T + (0 if b is None else b.double().abs())
+             for w, b in zip(exact, biases)]  # fmt: skip
     if residual is not None:
         want, sizes = [want[0] + residual.double()], [sizes[0] + residual.double().abs()]
     more = [rows] * (norm is not None) + [total] * (add is not None)

@@ -9,13 +9,12 @@ import sys
 
 import pytest
 import torch
-from test_few_rows import CAPABILITIES, EPSILON, close, rounded, run_family
+from test_few_rows import CAPABILITIES, EPSILON, check_call, close, run_family
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 linears = torch.ops.fp4.linears
 FP8, NAN_CODES = torch.float8_e4m3fn, (0x7F, 0xFF)
-EPS = 1e-5
 
 
 def values_of(weight: torch.Tensor) -> torch.Tensor:
@@ -41,44 +40,12 @@ def random_scale(weight: torch.Tensor) -> torch.Tensor:
     return (torch.rand(weight.shape[0]) + 0.1) / weight.float().abs().mean().clamp_min(2.0**-9)
 
 
-def slices(given: tuple, i: int) -> tuple:
-    return tuple(t[i : i + 1] if isinstance(t, torch.Tensor) and t.dim() == 2 else t for t in given)
-
-
 def check_products(dtype: torch.dtype) -> None:
     m, k = random.choice((1, 2, 3, 4, 5, 6, 17, 40)), random.choice((1, 16, 31, 33, 64, 100, 701))
-    columns = [random.choice((1, 7, 8, 41)) for _ in range(random.randint(1, 3))]
-    x, addend = (torch.randn(m, k).to(dtype) for _ in range(2))
-    weights = [random_weight(n, k) for n in columns]
+    weights = [random_weight(random.choice((1, 7, 8, 41)), k) for _ in range(random.randint(1, 3))]
     scales = [random_scale(weight) for weight in weights]
-    biases = [torch.randn(n).to(dtype) if random.random() < 0.5 else None for n in columns]
-    norm = torch.randn(k).to(dtype) if random.random() < 0.5 else None
-    add = addend if random.random() < 0.5 else None
-    residual = torch.randn(m, columns[0]).to(dtype) if len(columns) == 1 else None
-    in_float = norm is not None and random.random() < 0.5
-    options = {"keep_norm": norm is not None, "norm_in_float": in_float}
-    given = (x, weights, biases, norm, EPS, residual, add, scales)
-    got = linears(*given, **options)
-    one_by_one = [linears(*slices(given, i), **options) for i in range(m)]
-    for a, *rows in zip(got, *one_by_one):
-        assert torch.equal(a, torch.cat(rows)), "the sums of a row depend on the number of rows"
-    total = x.double() if add is None else rounded(x.double() + add.double(), dtype)
-    rows = total
-    if norm is not None:
-        rows = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + EPS)
-        rows = rounded(norm.double() * (rows if in_float else rounded(rows, dtype)), dtype)
-    want, sizes = [], []
-    for weight, scale, bias in zip(weights, scales, biases):
-        exact = values_of(weight) * scale.double()[:, None]
-        added = torch.zeros(weight.shape[0]).double() if bias is None else bias.double()
-        want.append(rows @ exact.T + added)
-        sizes.append(rows.abs() @ exact.abs().T + added.abs())
-    if residual is not None:
-        want, sizes = [want[0] + residual.double()], [sizes[0] + residual.double().abs()]
-    more = [rows] * (norm is not None) + [total] * (add is not None)
-    assert len(got) == len(want) + len(more)
-    for a, b, size in zip(got, want + more, sizes + more):
-        close(a, b, size)
+    exact = [values_of(weight) * scale.double()[:, None] for weight, scale in zip(weights, scales)]
+    check_call(dtype, m, weights, exact, scales)
 
 
 def check_every_code(dtype: torch.dtype) -> None:

@@ -51,7 +51,7 @@ class Case(NamedTuple):
     norm_in_float: bool
     addend: torch.Tensor | None
     scales: list[torch.Tensor] | None
-    """Of weights in fp8."""
+    """One factor for each row of a weight in fp8."""
 
     @property
     def values(self) -> list[torch.Tensor]:
