@@ -4,10 +4,11 @@
 
 Each time is the median of CUDA-graph replays. A graph has one launch for each of many weights, so that
 weights come from memory, not from L2. `us` is the time of fp4::linears as in a model's step: all weights of a
-layer in one operator, with its norm and residual, and weights requested early. `separate_us` is the time of
-F.linear of each weight, without the norm. `bandwidth_ratio` is the rate at which `us` reads the weights,
-divided by the rate of a copy in the same process. `fp8_us` is `us` with weights in fp8, which routers never
-have, and `fp8_bandwidth_ratio` is its rate. Each shape is compared with float64 first.
+layer in one operator, with its norm and residual, and weights requested early. For more than NORM_ROWS rows
+the norm is another kernel in a step, so `us` is without it. `separate_us` is the time of F.linear of each
+weight, without the norm. `bandwidth_ratio` is the rate at which `us` reads the weights, divided by the rate
+of a copy in the same process. `fp8_us` is `us` with weights in fp8, which routers never have, and
+`fp8_bandwidth_ratio` is its rate. Each shape is compared with float64 first.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import fp4_ops  # noqa: F401  loads torch.ops.fp4
 from fp4_ops.runtime.oracle import relative_error
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
+NORM_ROWS = 16
 COLD_BYTES = 250 << 20
 """The smallest size of a graph's weights, five times an H100's L2."""
 
@@ -81,18 +83,21 @@ class Operands:
     def fused(self, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
         scales = self.scales if weights[0].dtype == torch.float8_e4m3fn else None
         return torch.ops.fp4.linears(
-            x, weights, self.biases, self.norm, 1e-6, residual, None, scales, early=True
+            x, weights, self.biases, self.norm_of(x), 1e-6, residual, None, scales, early=True
         )
+
+    def norm_of(self, x: Tensor) -> Tensor | None:
+        return self.norm if len(x) <= NORM_ROWS else None
 
     def separate(self, x: Tensor, weights: list[Tensor]) -> list[Tensor]:
         return [F.linear(x, w, b) for w, b in zip(weights, self.biases)]
 
     def check(self, x: Tensor, residual: Tensor | None) -> float:
         """Returns the largest relative error of a product, compared with float64 over the normed rows."""
-        rows = x
-        if self.norm is not None:
+        rows, norm = x, self.norm_of(x)
+        if norm is not None:
             values = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
-            rows = values.to(DTYPE) * self.norm
+            rows = values.to(DTYPE) * norm
         worst = 0.0
         for weights, factor in ((self.weights[0], 1.0), *((w, 2.0**-11) for w in self.in_fp8[:1])):
             got = self.fused(x, residual, weights)

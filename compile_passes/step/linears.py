@@ -38,7 +38,7 @@ fp4 = torch.ops.fp4
 
 MAX_WEIGHTS = 3
 K_MULTIPLE = 64
-FP8_ROWS = 32
+FP8_ROWS = 64
 """The most rows of a product with a weight in fp8, which is an fp4::fp8_linear before this pass."""
 
 
@@ -48,17 +48,28 @@ class Limits:
 
     dtypes: tuple[torch.dtype, ...]
     rows: int
+    norm_rows: int
+    """The most rows that the kernel normalises. Up to `rows`, it multiplies rows by several weights."""
+    residual_rows: int
     nbytes: float
     """Most bytes of the weights of a call."""
+    many_nbytes: float
+    """The same for more than norm_rows."""
     alone: bool
     """True if a product gains without a norm before it or a residual after it."""
 
 
-HOPPER = Limits((torch.bfloat16, torch.float16), rows=16, nbytes=2**27, alone=False)
-"""On an H200, a step of 8 rows takes 0.91 of the time of torch's and Inductor's kernels, one of 16 rows 0.93,
-and one of 32 rows about as long. Torch's kernels are faster with an output head.
+HOPPER = Limits(
+    (torch.bfloat16, torch.float16),
+    rows=64, norm_rows=16, residual_rows=32, nbytes=2**27, many_nbytes=2**25, alone=False,
+)  # fmt: skip
+"""Torch's kernels are faster with an output head, and with one weight and more rows. docs/kernels.md has the
+times.
 """
-CPU = Limits((torch.bfloat16,), rows=4, nbytes=float("inf"), alone=True)
+CPU = Limits(
+    (torch.bfloat16,),
+    rows=4, norm_rows=4, residual_rows=4, nbytes=float("inf"), many_nbytes=float("inf"), alone=True,
+)  # fmt: skip
 """docs/kernels.md has the times."""
 
 
@@ -110,16 +121,20 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
         if norm is not None and norm.weight not in parameters:
             left["the norm's weight is not a parameter, or the graph writes to it"] += 1
             norm = None
-        taken = _first_that_fit(linears) if norm is not None else []
-        if norm is not None and taken:
+        taken = _first_that_fit(linears)
+        if norm is not None and taken and _few(rows, taken[0].limits.norm_rows):
             _write_normed(graph, norm, taken)
             done["norm"] += 1
             continue  # products that are left read the norm's result from the operator
+        if len(taken) > 1 and not _few(rows, taken[0].limits.norm_rows):
+            _write_joined(graph, taken)
+            done["joined"] += 1
+            linears = [linear for linear in linears if linear not in taken]
         for linear in linears:
             add = _residual(linear)
-            if _bytes([linear]) > linear.limits.nbytes:
+            if _bytes([linear]) > _most_bytes(linear):
                 continue
-            if add is not None:
+            if add is not None and _few(rows, linear.limits.residual_rows):
                 _write_residual(graph, linear, *add)
                 done["residual"] += 1
             elif linear.limits.alone:
@@ -127,6 +142,7 @@ def write_linears(graph: fx.Graph, parameters: Collection[fx.Node]) -> list[str]
                 done["alone"] += 1
     words = {
         "norm": "a norm and the products of its result are one kernel (fp4::linears)",
+        "joined": "products of the same rows are one kernel (fp4::linears)",
         "residual": "a product and the residual added to it are one kernel (fp4::linears)",
         "alone": "a product of few rows is one kernel (fp4::linears)",
     }
@@ -185,12 +201,20 @@ def _read_fp8(node: fx.Node, parameters: Collection[fx.Node]) -> _Linear | None:
     if not _few(rows, FP8_ROWS) or None in _sizes(node):
         return None
     # torch has no such product, so the operator is not compared with any, and it is one already.
-    own = replace(most, rows=FP8_ROWS, nbytes=float("inf"), alone=False)
+    own = replace(
+        HOPPER, dtypes=most.dtypes, rows=FP8_ROWS, residual_rows=FP8_ROWS, nbytes=float("inf"),
+        many_nbytes=float("inf"),
+    )  # fmt: skip
     return _Linear(node, x, rows, weight, scale, bias, own)
 
 
 def _bytes(linears: list[_Linear]) -> int:
     return sum(value(linear.weight).nbytes for linear in linears)
+
+
+def _most_bytes(linear: _Linear) -> float:
+    most = linear.limits
+    return most.nbytes if _few(linear.rows, most.norm_rows) else most.many_nbytes
 
 
 def _first_that_fit(linears: list[_Linear]) -> list[_Linear]:
@@ -200,7 +224,7 @@ def _first_that_fit(linears: list[_Linear]) -> list[_Linear]:
     for linear in linears:
         if (linear.scale is None) != (linears[0].scale is None):
             continue
-        if len(taken) < MAX_WEIGHTS and _bytes([*taken, linear]) <= linear.limits.nbytes:
+        if len(taken) < MAX_WEIGHTS and _bytes([*taken, linear]) <= _most_bytes(linear):
             taken.append(linear)
     return taken
 
@@ -260,18 +284,36 @@ def _write_normed(graph: fx.Graph, norm: Norm, linears: list[_Linear]) -> None:
         out = _call(graph, x, linears, norm, None, bool(readers), addend)
     with graph.inserting_after(out):
         kept = graph.call_function(operator.getitem, (out, len(linears))) if readers else None
-        made = [graph.call_function(operator.getitem, (out, i)) for i in range(len(linears))]
-    for linear, y in zip(linears, made):
-        with graph.inserting_after(y):
-            lead = [-1] if value(linear.node).dim() == 2 else _sizes(linear.node)[:-1]
-            like = graph.call_function(aten.reshape.default, (y, [*lead, linear.n]))
-        _replace(linear.node, like)
+    _replace_products(graph, linears, out)
     if kept is not None:
         _replace(norm.node, kept)
     if addend is not None:
         with graph.inserting_after(out):
             total = graph.call_function(operator.getitem, (out, len(linears) + bool(readers)))
         _replace(norm.x, total)
+
+
+def _replace_products(graph: fx.Graph, linears: list[_Linear], out: fx.Node) -> None:
+    with graph.inserting_after(out):
+        made = [graph.call_function(operator.getitem, (out, i)) for i in range(len(linears))]
+    for linear, y in zip(linears, made):
+        with graph.inserting_after(y):
+            lead = [-1] if value(linear.node).dim() == 2 else _sizes(linear.node)[:-1]
+            like = graph.call_function(aten.reshape.default, (y, [*lead, linear.n]))
+        _replace(linear.node, like)
+
+
+def _write_joined(graph: fx.Graph, linears: list[_Linear]) -> None:
+    with graph.inserting_before(linears[0].node):
+        out = _call(graph, _flat(graph, linears[0]), linears, None, None)
+    _replace_products(graph, linears, out)
+
+
+def _flat(graph: fx.Graph, linear: _Linear) -> fx.Node:
+    """Returns x of two dimensions."""
+    if value(linear.x).dim() == 2:
+        return linear.x
+    return graph.call_function(aten.reshape.default, (linear.x, [-1, int(shape(linear.weight)[1])]))
 
 
 def _addends(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
@@ -288,10 +330,7 @@ def _addends(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def _write_residual(graph: fx.Graph, linear: _Linear, add: fx.Node, residual: fx.Node) -> None:
     with graph.inserting_before(add):
         flat = graph.call_function(aten.reshape.default, (residual, [-1, linear.n]))
-        x = linear.x
-        if value(x).dim() != 2:
-            x = graph.call_function(aten.reshape.default, (x, [-1, int(shape(linear.weight)[1])]))
-        out = _call(graph, x, [linear], None, flat)
+        out = _call(graph, _flat(graph, linear), [linear], None, flat)
         y = graph.call_function(operator.getitem, (out, 0))
         made = graph.call_function(aten.reshape.default, (y, _sizes(add)))
     _replace(add, made)

@@ -1,6 +1,7 @@
 #include "cuda/linears.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "cuda/constants.h"
@@ -26,48 +27,48 @@ bool fit_depth(LinearsParams& p, int wanted, const Gpu& gpu) {
   return false;
 }
 
-// The rules that choose a division, after times on an H100 (benchmarks/linears.py). The division with the
-// smallest `cost` is taken.
-struct Division {
-  int cluster_bits, row_warp_bits;
-};
+// Returns the steps of K that a warp multiplies.
+int steps_of_warp(const LinearsParams& p) {
+  const int block = (p.steps + (1 << p.config.cluster_bits) - 1) >> p.config.cluster_bits;
+  return p.rounds * ((p.config.group * block + device::kLinearWarps - 1) / device::kLinearWarps);
+}
 
-double cost(const LinearsParams& p, const Division& d, const LinearsConstants& fitted) {
-  const int blocks = p.config.clusters << d.cluster_bits;
+// The division with the smallest cost is taken. These rules follow times of whole decoding steps on an H200,
+// and for heads and routers of single products (benchmarks/linears.py).
+double cost(const LinearsParams& p, const LinearsConstants& fitted) {
+  const int cluster_bits = p.config.cluster_bits, group = p.config.group;
+  const auto unlike = [&](int bits, int tiles) {
+    return std::abs(cluster_bits - bits) + std::abs(group - tiles);
+  };
   // A router, with few tiles. One row: as many warps as possible split K. More rows: fewer sums should cross
   // the cluster.
-  if (p.tiles <= fitted.few_tiles)
-    return p.rows <= fitted.single_rows ? d.cluster_bits != 2 || d.row_warp_bits != 1
-                                        : d.cluster_bits != 3 || d.row_warp_bits != 2;
+  if (p.tiles <= fitted.few_tiles) return p.rows <= fitted.single_rows ? unlike(2, 2) : unlike(3, 4);
   // A head, with many tiles and rounds: sums should rarely be exchanged.
-  if (p.tiles > fitted.many_tiles) return d.cluster_bits != 1 || d.row_warp_bits != 2;
-  // One row: all weights in one round, with as many blocks as possible.
-  if (p.rows <= fitted.single_rows)
-    return (p.rounds > 1 ? 2e3 * p.rounds : 0) - blocks - 0.1 * d.cluster_bits;
-  // More rows: each block loads its part of the rows, which is smaller if more blocks split K. Of two
-  // divisions with equal times, the one with more parts is taken if its rounds are full.
-  if (d.row_warp_bits != 3) return 1e6;
-  const double full = double(p.tiles) / (double(p.rounds) * (p.config.clusters << d.row_warp_bits));
-  const double parts = full >= fitted.full_share ? -0.001 * d.cluster_bits : 0.001 * d.cluster_bits;
-  return double(p.rounds) / (1 << d.cluster_bits) + parts;
+  if (p.tiles > fitted.many_tiles) return unlike(p.fp8 ? 0 : 1, device::kLinearWarps);
+  // The time of a warp's steps, of each round's exchange, and of a block's part of x.
+  const double values = double(p.k >> cluster_bits) * p.rows;
+  return (fitted.step_us + fitted.step_row_us * p.rows) * steps_of_warp(p) +
+         (fitted.round_us + fitted.round_row_us * p.rows) * (p.rounds - 1) +
+         (p.copied ? fitted.copied_us : fitted.prepared_us) * values;
 }
 
 }  // namespace
 
 std::optional<LinearsConfig> configure_linears(const LinearsParams& given, const Gpu& gpu) {
   const LinearsConstants& fitted = k_linears;
-  if (!gpu.hopper() || given.rows < 1 || given.rows > device::kMostLinearRows) return std::nullopt;
+  if (!gpu.hopper() || given.rows < 1 || given.rows > given.most_rows()) return std::nullopt;
   std::optional<LinearsConfig> best;
   double least = 0;
   for (int cluster_bits = 0; cluster_bits <= device::kMostLinearClusterBits; ++cluster_bits) {
-    for (int row_warp_bits = 0; row_warp_bits <= device::kLinearWarpBits; ++row_warp_bits) {
+    for (int group = 1; group <= device::kLinearWarps; ++group) {
       LinearsParams p = given;
-      p.config = {cluster_bits, row_warp_bits};
-      if (gpu.sms < 1 << cluster_bits) continue;
-      const int columns = device::linear_columns(p.rows);
-      const int wanted = columns == 4 ? 3 : cluster_bits == 3 ? 4 : 8;
-      if (!fit_depth(p, wanted, gpu)) continue;
-      const double its = cost(p, {cluster_bits, row_warp_bits}, fitted);
+      p.config = {cluster_bits, group};
+      if (gpu.sms * 7 / 8 < 1 << cluster_bits) continue;
+      complete_linears(p, gpu.sms);
+      // No more than a warp multiplies: the next kernel can begin if shared memory is left.
+      const int most = p.rows > 16 ? 3 : cluster_bits == 3 ? 4 : 8;
+      if (!fit_depth(p, std::min(most, std::max(steps_of_warp(p), 3)), gpu)) continue;
+      const double its = cost(p, fitted);
       if (!best || its < least) best = p.config, least = its;
     }
   }
@@ -77,8 +78,16 @@ std::optional<LinearsConfig> configure_linears(const LinearsParams& given, const
 namespace {
 
 // More rows of x by weights in fp8 are multiplied by torch, which first makes weights in 16 bits. Up to here
-// the kernel reads them once for each kMostLinearRows rows.
+// several launches read the weights.
 constexpr int64_t kMostFp8Rows = 2 * device::kMostLinearRows;
+
+// Returns the most rows of a launch. A head is faster if each block has all of K, and then 64 rows do not
+// fit.
+int most_of_launch(const LinearsParams& p) {
+  int64_t n = 0;
+  for (int i = 0; i < p.count; ++i) n += p.weight[i].n;
+  return n > k_linears.many_tiles * 16 ? std::min(p.most_rows(), 32) : p.most_rows();
+}
 
 // Returns the launch of `count` rows from `first` on.
 LinearsParams rows_of(LinearsParams p, int64_t first, int64_t count) {
@@ -115,18 +124,20 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   };
   LinearsParams p;
   p.fp8 = fp8;
-  bool fits =
-      rows >= 1 && rows <= (fp8 ? kMostFp8Rows : device::kMostLinearRows) && k % device::kLinearStepK == 0;
+  p.norm_weight = norm_weight ? pointer(*norm_weight) : nullptr;
+  p.addend = addend ? pointer(*addend) : nullptr;
+  bool fits = rows >= 1 && rows <= (fp8 ? kMostFp8Rows : p.most_rows()) && k % device::kLinearStepK == 0;
   fits = fits && count <= device::kMostLinears && x.scalar_type() != ScalarType::Float;
   double weight_bytes = 0;
   for (const Tensor& w : weights) weight_bytes += 2.0 * double(w.numel());
   for (const Tensor& w : weights) fits = fits && as_is(w) && w.size(0) > 0 && w.numel() < int64_t(1) << 40;
-  // More rows are faster with torch's products, unless this kernel saves the launches of a norm and of
-  // several weights. torch has no product of weights in fp8 and rows in 16 bits.
-  if (!fp8 && rows > k_linears.most_rows) fits = fits && norm_weight && weight_bytes <= k_linears.most_bytes;
+  // More rows are faster with torch's products, unless this kernel saves the launches of several weights.
+  // torch has no product of weights in fp8 and rows in 16 bits.
+  if (!fp8 && rows > device::kMostPreparedRows)
+    fits = fits && weight_bytes <= k_linears.most_bytes && (count > 1 || rows <= k_linears.most_rows);
   std::optional<LinearsConfig> config;
+  int most = 0;
   if (fits) {
-    p.rows = int(std::min<int64_t>(rows, device::kMostLinearRows));
     p.k = int(k);
     p.count = count;
     p.type = code_of(x.scalar_type());
@@ -135,7 +146,8 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
     p.early = early;
     p.norm_in_float = norm_in_float;
     for (int i = 0; i < count; ++i) p.weight[i].n = int(weights[i].size(0));
-    p.norm_weight = norm_weight ? pointer(*norm_weight) : nullptr;
+    most = most_of_launch(p);
+    p.rows = int(std::min<int64_t>(rows, most));
     config = configure_linears(p, here.gpu());
   }
   if (!config)
@@ -173,8 +185,8 @@ std::vector<Tensor> linears(const Tensor& x, const std::vector<Tensor>& weights,
   if (norm && pointer(norm) != pointer(norm_weight)) p.early = false;  // a kernel before this one copies it
   p.residual = pointer(added);
   p.config = *config;
-  for (int64_t first = 0; first < rows; first += device::kMostLinearRows) {
-    LinearsParams part = rows_of(p, first, std::min<int64_t>(rows - first, device::kMostLinearRows));
+  for (int64_t first = 0; first < rows; first += most) {
+    LinearsParams part = rows_of(p, first, std::min<int64_t>(rows - first, most));
     check_launch(here.kernels().linears(&part, here.sms(), here.stream()), "fp4_kernel_linears");
   }
   return made;

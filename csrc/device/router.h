@@ -22,11 +22,11 @@ inline int complete_router(RouterParams& r, int sms) {
   LinearsParams& p = r.product;
   const int blocks = 1 << kMostLinearClusterBits;
   // With fewer tiles, more warps share a tile. More than two in a block would leave much to add up.
-  p.config.row_warp_bits = p.weight[0].n <= 64 ? 2 : 3;
+  p.config.group = p.weight[0].n <= 64 ? kLinearWarps / 2 : kLinearWarps;
   p.config.cluster_bits = kMostLinearClusterBits;
   p.config.clusters = 1;
   const int steps = (p.k / kLinearStepK + blocks - 1) / blocks;
-  const int warps = kLinearWarps >> p.config.row_warp_bits;
+  const int warps = kLinearWarps / p.config.group;
   p.config.depth = (steps + warps - 1) / warps;
   const int shared = complete_linears(p, sms);
   return shared + kMostRouted * 2;  // the logits of a row

@@ -66,24 +66,31 @@ struct PlainWeights {
     fragments[3] = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
   }
 
-  // Multiplies a slot. `fragments`: this lane's of x. kChains: sums of each column, so that as many products
-  // do not wait for one another.
-  template <int kColumns, int kChains = 1>
-  static __device__ __forceinline__ void multiply(uint32_t slot, const uint4* fragments, int lanes,
+  // Where a lane begins to read rows that are copied as they are.
+  static __device__ __forceinline__ int copied_at(int row_bytes) {
+    return threadIdx.x % 8 * row_bytes + threadIdx.x % 32 / 8 * 16;
+  }
+  static __device__ __forceinline__ uint4 load_copied(const uint8_t* at) {
+    uint32_t b[4];
+    load_matrices(smem_address(at), b);
+    return make_uint4(b[0], b[1], b[2], b[3]);
+  }
+
+  // Multiplies a slot. rows.load<kColumns>(c, h): what this lane multiplies of eight rows of x, and of 32 of
+  // K. kChains: sums of each column, so that as many products do not wait for one another.
+  template <int kColumns, int kChains, class Rows>
+  static __device__ __forceinline__ void multiply(uint32_t slot, const Rows& rows,
                                                   float4 (&sums)[kColumns * kChains]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      uint4 b[kColumns];
+      uint32_t a[2][4];
 #pragma unroll
-      for (int c = 0; c < kColumns; ++c) b[c] = fragments[(c * 2 + h) * lanes];
+      for (int s = 0; s < 2; ++s) load_slot(slot, 2 * h + s, a[s]);
 #pragma unroll
-      for (int s = 0; s < 2; ++s) {
-        uint32_t a[4];
-        load_slot(slot, 2 * h + s, a);
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-          mma<kElement>(sums[c * kChains + (2 * h + s) % kChains], a, s == 0 ? b[c].x : b[c].z,
-                        s == 0 ? b[c].y : b[c].w);
+      for (int c = 0; c < kColumns; ++c) {
+        const uint4 b = rows.template load<kColumns>(c, h);
+        mma<kElement>(sums[c * kChains + 2 * h % kChains], a[0], b.x, b.y);
+        mma<kElement>(sums[c * kChains + (2 * h + 1) % kChains], a[1], b.z, b.w);
       }
     }
   }
@@ -111,23 +118,32 @@ struct Fp8Weights {
     return reinterpret_cast<const uint32_t&>(w);
   }
 
-  template <int kColumns>
-  static __device__ __forceinline__ void multiply(uint32_t slot, const uint4* fragments, int lanes,
-                                                  float4 (&sums)[kColumns]) {
+  static __device__ __forceinline__ int copied_at(int row_bytes) {
+    return threadIdx.x % 32 / 4 * row_bytes + threadIdx.x % 4 * 8;
+  }
+  static __device__ __forceinline__ uint4 load_copied(const uint8_t* at) {
+    const uint2 a = *reinterpret_cast<const uint2*>(at), b = *reinterpret_cast<const uint2*>(at + 32);
+    return make_uint4(a.x, a.y, b.x, b.y);
+  }
+
+  template <int kColumns, int kChains, class Rows>
+  static __device__ __forceinline__ void multiply(uint32_t slot, const Rows& rows,
+                                                  float4 (&sums)[kColumns * kChains]) {
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
-      uint4 b[kColumns];
-#pragma unroll
-      for (int c = 0; c < kColumns; ++c) b[c] = fragments[((h / 2 * kColumns + c) * 2 + h % 2) * lanes];
-      uint32_t w[4];
+      uint32_t w[4], a[2][4];
       load_slot(slot, h, w);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         const uint32_t even = w[2 * s], odd = w[2 * s + 1];
-        const uint32_t a[4] = {converted(even), converted(odd), converted(even >> 16), converted(odd >> 16)};
+        a[s][0] = converted(even), a[s][1] = converted(odd);
+        a[s][2] = converted(even >> 16), a[s][3] = converted(odd >> 16);
+      }
 #pragma unroll
-        for (int c = 0; c < kColumns; ++c)
-          mma<kElement>(sums[c], a, s == 0 ? b[c].x : b[c].z, s == 0 ? b[c].y : b[c].w);
+      for (int c = 0; c < kColumns; ++c) {
+        const uint4 b = rows.template load<kColumns>(c, h);
+        mma<kElement>(sums[c * kChains + 2 * h % kChains], a[0], b.x, b.y);
+        mma<kElement>(sums[c * kChains + (2 * h + 1) % kChains], a[1], b.z, b.w);
       }
     }
   }

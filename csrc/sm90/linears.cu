@@ -4,13 +4,14 @@
 namespace fp4::sm90 {
 namespace {
 
-template <class Weights, int kColumns>
+template <class Weights, int kColumns, bool kCopied>
 int launch(LinearsParams& p, int sms, cudaStream_t stream) {
-  auto* kernel = linears_kernel<Weights, kColumns>;
+  auto* kernel = linears_kernel<Weights, kColumns, kCopied>;
   Launching now;
   if (const cudaError_t error = launching(now); error != cudaSuccess) return error;
   const int shared = complete_linears(p, sms);
   if (shared > now.shared_bytes) return cudaErrorInvalidValue;
+  count_sums(p);
   static std::atomic<uint64_t> allowed;
   if (const cudaError_t error = allow_shared(kernel, now.shared_bytes, allowed); error != cudaSuccess)
     return error;
@@ -22,9 +23,10 @@ int launch(LinearsParams& p, int sms, cudaStream_t stream) {
 
 template <class Weights>
 int launch_columns(LinearsParams& p, int sms, cudaStream_t stream) {
-  if (p.rows <= 8) return launch<Weights, 1>(p, sms, stream);
-  if (p.rows <= 16) return launch<Weights, 2>(p, sms, stream);
-  return launch<Weights, 4>(p, sms, stream);
+  if (p.rows <= 8) return launch<Weights, 1, false>(p, sms, stream);
+  if (p.rows <= 16) return launch<Weights, 2, false>(p, sms, stream);
+  if (p.rows <= 32) return launch<Weights, 4, true>(p, sms, stream);
+  return launch<Weights, 8, true>(p, sms, stream);
 }
 
 }  // namespace
@@ -33,7 +35,7 @@ int launch_columns(LinearsParams& p, int sms, cudaStream_t stream) {
 extern "C" int fp4_kernel_linears(const fp4::device::LinearsParams* params, int sms, void* stream) {
   using namespace fp4::sm90;
   LinearsParams p = *params;
-  if (p.rows < 1 || p.rows > kMostLinearRows || p.count < 1 || p.count > kMostLinears)
+  if (p.rows < 1 || p.rows > p.most_rows() || p.count < 1 || p.count > kMostLinears)
     return cudaErrorInvalidValue;
   if (p.k % kLinearStepK != 0) return cudaErrorInvalidValue;
   auto* s = static_cast<cudaStream_t>(stream);

@@ -1,14 +1,15 @@
 // Linear layers of few rows, bound by memory: out_i = linear(x or its RMS norm, w_i, bias_i) (+ residual).
 //
 // A tile is 16 rows of a weight. The tiles of all weights of a launch are numbered one after another. In each
-// round a cluster takes row_warps tiles. Its blocks split K; within a block, the warps of the same tile split
-// K again. A warp streams its part of a tile from global memory through its ring in shared memory and
+// round a cluster takes a group of tiles. Its blocks split K; within a block, the warps take equal parts of
+// the group's tiles. A warp streams its part from global memory through its ring in shared memory and
 // multiplies it as the A operand of mma.sync. The rows of x are in shared memory as the B operand; each block
 // has its part of K. The partial sums of a tile go to the shared memory of one block of the cluster. It adds
 // them in a fixed order, applies the epilogue, and stores the results while the next round is multiplied. The
 // result does not depend on timing.
 //
-// x in shared memory has the order in which the lanes read a weight (linear_weights.cuh).
+// x in shared memory has the order in which the lanes read a weight (linear_weights.cuh), or, if there are
+// many rows and no norm, its own.
 #pragma once
 
 #include <cstdint>
@@ -120,8 +121,23 @@ __device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, i
 
 // ---- x: the block's part of K as B operands ----
 
+// What a lane multiplies, from a step on.
+struct PreparedRow {
+  const uint4* at;
+  int place;        // among the four lanes of a quad
+  int lanes, step;  // of a fragment, and of a step
+
+  // Returns 32 of K of the lane's row of eight: number h of them.
+  template <int kColumns>
+  __device__ __forceinline__ uint4 load(int column, int h) const {
+    return at[((h / 2 * kColumns + column) * 2 + h % 2) * lanes + (place ^ h)];
+  }
+  __device__ __forceinline__ void advance(int steps) { at += steps * step, place ^= steps % 2 * 2; }
+};
+
 // A thread copies 32 consecutive values of a row at a time, in four pieces of 16 bytes. Later the words
-// number i of the four pieces are put together: a lane multiplies these.
+// number i of the four pieces are put together: a lane multiplies these. The four lanes of a quad have the
+// pieces in different orders, so that they use different banks.
 template <class Weights, int kColumns>
 struct LinearRows {
   using H = Half<Weights::kElement>;
@@ -151,7 +167,13 @@ struct LinearRows {
     }
   }
   __device__ __forceinline__ int row() const { return warp % kColumns * 8 + g; }
-  __device__ __forceinline__ int place(int piece) const { return t % 2 * lanes + piece; }
+  __device__ __forceinline__ int place(int piece) const { return t % 2 * lanes + (piece ^ t); }
+
+  __device__ __forceinline__ PreparedRow of_lane(const LinearsParams&) const {
+    const int all = kColumns > 1 ? 32 : lanes;
+    return {fragments + (lane / 4 & ((1 << row_bits) - 1)) * 4, lane % 4, all,
+            kColumns * (kStepK / 32) * all};
+  }
 
   static __device__ __forceinline__ uint32_t added(uint32_t a, uint32_t b) {
     const typename H::Two sum =
@@ -281,10 +303,53 @@ struct LinearRows {
   }
 };
 
+// ---- x as it is ----
+
+template <class Weights>
+struct CopiedRow {
+  const uint8_t* at;
+  int eight;  // bytes of eight rows
+
+  template <int kColumns>
+  __device__ __forceinline__ uint4 load(int column, int h) const {
+    return Weights::load_copied(at + column * eight + h * 64);
+  }
+  __device__ __forceinline__ void advance(int steps) { at += steps * kLinearStepK * 2; }
+};
+
+// The copy engine copies the block's part of K of each row. `arrived` counts the bytes.
+template <class Weights>
+struct LinearCopies {
+  uint8_t* rows;
+  int first, count;  // of the block's k
+
+  __device__ __forceinline__ LinearCopies(const LinearsParams& p, uint4* memory, int first_step, int steps)
+      : rows(reinterpret_cast<uint8_t*>(memory)), first(first_step * kLinearStepK) {
+    count = min(steps * kLinearStepK, p.k - first);
+  }
+
+  // Warp 0 starts the copies. A weight may end in the middle of a step; there x becomes zero.
+  __device__ __forceinline__ void start(const LinearsParams& p, uint32_t arrived) const {
+    const int bytes = count * 2;
+    if (threadIdx.x == 0) barrier_expect_bytes(arrived, p.rows * bytes);
+    __syncwarp();
+    const auto* from = static_cast<const uint8_t*>(p.x) + int64_t(first) * 2;
+    for (int row = threadIdx.x; threadIdx.x < 32 && bytes > 0 && row < p.rows; row += 32)
+      copy_bytes(smem_address(rows + row * p.row_bytes), from + int64_t(row) * p.k * 2, bytes, arrived);
+    if (count % (Weights::Copies::kSteps * kLinearStepK) == 0) return;
+    for (int i = threadIdx.x; i < p.rows * 8; i += kLinearThreads)
+      *reinterpret_cast<uint4*>(rows + i / 8 * p.row_bytes + bytes + i % 8 * 16) = make_uint4(0, 0, 0, 0);
+  }
+
+  __device__ __forceinline__ CopiedRow<Weights> of_lane(const LinearsParams& p) const {
+    return {rows + Weights::copied_at(p.row_bytes), 8 * p.row_bytes};
+  }
+};
+
 // ---- the kernel ----
 
 struct alignas(16) LinearsShared {
-  uint64_t full[2], stats;
+  uint64_t full[2], stats, rows;
 };
 static_assert(sizeof(LinearsShared) == 16 * kLinearsHead);
 
@@ -303,33 +368,37 @@ __device__ __forceinline__ void copy_wait_but(int depth) {
   }
 }
 
-// kColumns: tokens / 8.
-template <class Weights, int kColumns>
-__global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid_constant__ LinearsParams p) {
+// kColumns: tokens / 8. kCopied: x is copied as it is.
+template <class Weights, int kColumns, bool kCopied>
+__global__ void __launch_bounds__(kLinearThreads, kColumns < 8 ? 2 : 1)
+    linears_kernel(const __grid_constant__ LinearsParams p) {
   using Copies = typename Weights::Copies;
+  constexpr int kChains = kColumns < 4 ? 4 / kColumns : 1;
   constexpr int kSlot = kLinearSlot;
   const int depth = p.config.depth;
   FP4_DYNAMIC_SHARED(uint4, 16, memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int cluster_bits = p.config.cluster_bits, row_warp_bits = p.config.row_warp_bits;
-  const int blocks = 1 << cluster_bits, row_warps = 1 << row_warp_bits;
-  const int k_warp_bits = kLinearWarpBits - row_warp_bits, slots = blocks << k_warp_bits;
+  const int cluster_bits = p.config.cluster_bits, blocks = 1 << cluster_bits, group = p.config.group;
   const int rank = blocks > 1 ? cluster_rank() : 0, cluster = blockIdx.x >> cluster_bits;
-  const int row_warp = warp & (row_warps - 1), k_warp = warp >> row_warp_bits;
-  // first and count are the block's steps of K; begin and own are the warp's among these.
-  const int first = p.steps * rank >> cluster_bits;
+  const int first = p.steps * rank >> cluster_bits;  // the block's steps of K
   const int count = (p.steps * (rank + 1) >> cluster_bits) - first;
-  const int begin = count * k_warp >> k_warp_bits, own = (count * (k_warp + 1) >> k_warp_bits) - begin;
-  const int stride = p.config.clusters << row_warp_bits;  // number of tiles in a round
-  const int first_tile = (cluster << row_warp_bits) + row_warp;
+  // The warp has a part of one or two tiles of each group: of tile own_tile from step own_begin to own_end,
+  // and of the next to next_end.
+  const int own_tile = warp * group / kLinearWarps, from = warp * group % kLinearWarps, to = from + group;
+  const int parts = to > kLinearWarps ? 2 : 1;
+  const int own_begin = count * from / kLinearWarps, own_end = count * min(to, kLinearWarps) / kLinearWarps;
+  const int next_end = count * (to - kLinearWarps) / kLinearWarps;
+  const int stride = p.config.clusters * group, first_tile = cluster * group;  // of a round
 
-  // These barriers complete when the partial sums of a round have arrived, and those of the norm. A single
-  // block needs none.
+  // These barriers complete when the partial sums of a round have arrived, those of the norm, and copied
+  // rows. A single block needs none but the last.
   auto& sh = *reinterpret_cast<LinearsShared*>(memory);
-  uint32_t wanted = 0;  // bytes of a round's sums
+  const uint32_t wanted = blocks > 1 ? p.sums_bytes[rank] : 0;  // bytes of a round's sums
+  if (kCopied && threadIdx.x == 0) {
+    barrier_init(smem_address(&sh.rows), 1);
+    barrier_init_fence();
+  }
   if (blocks > 1) {
-    const int items = ((kColumns << row_warp_bits) - rank + blocks - 1) >> cluster_bits;
-    wanted = items * slots * 32 * sizeof(float4);
     if (threadIdx.x == 0) {
       for (uint64_t& barrier : sh.full) barrier_init(smem_address(&barrier), 1);
       barrier_init(smem_address(&sh.stats), 1);
@@ -341,21 +410,24 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
     cluster_arrive();
   }
 
-  const LinearRows<Weights, kColumns> x(p, memory + p.x_at, first * Copies::kSteps, count * Copies::kSteps);
+  using Rows = std::conditional_t<kCopied, LinearCopies<Weights>, LinearRows<Weights, kColumns>>;
+  const Rows x(p, memory + p.x_at, first * Copies::kSteps, count * Copies::kSteps);
   uint4* const norm = memory + p.norm_at;
   const uint32_t ring = smem_address(memory + kLinearsHead) + warp * depth * kSlot;
   Copies ahead;  // the step that is requested next
-  int ahead_tile = first_tile, ahead_left = 0;
+  int ahead_round = first_tile, ahead_part = 0, ahead_left = 0;
   const auto aim = [&] {
-    if (ahead_tile >= p.tiles) return;
-    const LinearTile at(p, ahead_tile);
-    ahead = Copies::at(p, p.weight[at.which], at.tile, first + begin);
-    ahead_left = own;
-    ahead_tile += stride;
+    const int tile = ahead_round + own_tile + ahead_part, begin = ahead_part ? 0 : own_begin;
+    if (tile < p.tiles) {
+      const LinearTile at(p, tile);
+      ahead = Copies::at(p, p.weight[at.which], at.tile, first + begin);
+      ahead_left = (ahead_part ? next_end : own_end) - begin;
+    }
+    if (++ahead_part == parts) ahead_part = 0, ahead_round += stride;
   };
   // Makes a group of copies for each step, even if there is nothing left to copy.
   const auto request = [&](uint32_t slot) {
-    if (ahead_left == 0) aim();
+    while (ahead_left == 0 && ahead_round < p.tiles) aim();
     if (ahead_left > 0) {
       ahead.fetch(p, slot);
       ahead.advance();
@@ -368,37 +440,50 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
   };
 
   if (!p.early) wait_previous_kernel();
-  if (p.norm_weight) x.bring_norm(p, norm);
-  copy_commit();
+  if constexpr (!kCopied) {
+    if (p.norm_weight) x.bring_norm(p, norm);
+    copy_commit();
+  }
   if (p.early) {
     begin_requests();
     wait_previous_kernel();
   }
   release_next_kernel();
-  x.load(p, cluster == 0 ? p.sum : nullptr);
+  if constexpr (kCopied) {
+    x.start(p, smem_address(&sh.rows));
+  } else {
+    x.load(p, cluster == 0 ? p.sum : nullptr);
+  }
   if (!p.early) begin_requests();
-  copy_wait_but<0>(depth);  // the norm's weight has arrived
 
-  if (blocks > 1) cluster_wait();  // all blocks have begun
-  float scale = 1.f;
-  if (p.norm_weight)
-    scale = x.norm_scale(p, reinterpret_cast<float*>(memory + p.stats_at), smem_address(&sh.stats), rank);
-  __syncthreads();  // the norm's weight has arrived
-  x.finish(p, scale, p.norm_weight ? norm : nullptr, cluster == 0 ? p.normed : nullptr);
-  __syncthreads();
+  if constexpr (!kCopied) copy_wait_but<0>(depth);  // the norm's weight has arrived
+  if (blocks > 1) cluster_wait();                   // all blocks have begun
+  if constexpr (kCopied) {
+    __syncthreads();
+    barrier_wait(smem_address(&sh.rows), 0);
+  } else {
+    float scale = 1.f;
+    if (p.norm_weight)
+      scale = x.norm_scale(p, reinterpret_cast<float*>(memory + p.stats_at), smem_address(&sh.stats), rank);
+    __syncthreads();  // the norm's weight has arrived
+    x.finish(p, scale, p.norm_weight ? norm : nullptr, cluster == 0 ? p.normed : nullptr);
+    __syncthreads();
+  }
 
+  // A block gets an item, the sums of a tile for eight rows, from each warp of the cluster that multiplied a
+  // part of it.
   float4* const sums = reinterpret_cast<float4*>(memory + p.sums_at);  // [2][items / blocks][slots][32]
   // Adds up and stores the cluster's results of a round. Each block handles its part of the items.
   const auto finish = [&](int round) {
     const float4* const from = sums + (round & 1) * p.sums_size + lane;
-    for (int i = (warp << cluster_bits) + rank; i < kColumns << row_warp_bits;
-         i += kLinearWarps << cluster_bits) {
-      const int tile = round * stride + (cluster << row_warp_bits) + i / kColumns;
+    for (int i = (warp << cluster_bits) + rank; i < kColumns * group; i += kLinearWarps << cluster_bits) {
+      const int tile = first_tile + round * stride + i / kColumns;
       if (tile >= p.tiles || i % kColumns * 8 >= p.rows) continue;
+      const int slots = p.warps[i / kColumns].count << cluster_bits;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 4
       for (int s = 0; s < slots; ++s) {
-        const float4 v = from[((i >> cluster_bits) * slots + s) * 32];
+        const float4 v = from[((i >> cluster_bits) * p.slots + s) * 32];
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
       store_linear<Weights>(p, tile, i % kColumns, sum);
@@ -413,49 +498,59 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
     if (threadIdx.x == 0 && round + 2 < p.rounds) barrier_expect_bytes(full, wanted);
   };
 
-  const int frag_lane = kColumns > 1 ? lane : (lane / 4 & ((1 << x.row_bits) - 1)) * 4 + lane % 4;
-  const int lanes = kColumns > 1 ? 32 : x.lanes,
-            step_size = Copies::kSteps * kColumns * (kLinearStepK / 32) * lanes;
-  const uint4* const fragments = x.fragments + begin * step_size + frag_lane;
+  const bool whole = p.slots == 1;  // each warp multiplies whole tiles, and stores their results itself
   uint32_t slot = ring;
+  // Multiplies steps begin to end of a tile by x.
+  const auto multiply = [&](int begin, int end, float4(&acc)[kColumns]) {
+    float4 chains[kColumns * kChains];
+#pragma unroll
+    for (float4& a : chains) a = make_float4(0.f, 0.f, 0.f, 0.f);
+    auto rows = x.of_lane(p);
+    rows.advance(begin * Copies::kSteps);
+    for (int left = end - begin; left > 0; --left, rows.advance(Copies::kSteps)) {
+      copy_wait_but<1>(depth);
+      __syncwarp();
+      Weights::template multiply<kColumns, kChains>(slot, rows, chains);
+      __syncwarp();  // all lanes have read the slot
+      request(slot);
+      slot = slot + kSlot == ring + depth * kSlot ? ring : slot + kSlot;
+    }
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) {
+      acc[c] = chains[c * kChains];
+#pragma unroll
+      for (int i = 1; i < kChains; ++i) {
+        const float4 v = chains[c * kChains + i];
+        acc[c].x += v.x, acc[c].y += v.y, acc[c].z += v.z, acc[c].w += v.w;
+      }
+    }
+  };
   for (int round = 0; round < p.rounds; ++round) {
-    float4 acc[kColumns];
-#pragma unroll
-    for (float4& a : acc) a = make_float4(0.f, 0.f, 0.f, 0.f);
-    const int tile = first_tile + round * stride;
-    if (tile < p.tiles) {
-      const uint4* at = fragments;
-      for (int left = own; left > 0; --left, at += step_size) {
-        copy_wait_but<1>(depth);
-        __syncwarp();
-        Weights::template multiply<kColumns>(slot, at, lanes, acc);
-        __syncwarp();  // all lanes have read the slot
-        request(slot);
-        slot = slot + kSlot == ring + depth * kSlot ? ring : slot + kSlot;
-      }
-    }
-    if (slots == 1) {
-      if (tile < p.tiles) {
-#pragma unroll
-        for (int c = 0; c < kColumns; ++c) store_linear<Weights>(p, tile, c, acc[c]);
-      }
-      continue;
-    }
-    if (blocks == 1 && round > 0) {
+    if (blocks == 1 && !whole && round > 0) {
       __syncthreads();
       finish(round - 1);
     }
     // By now all warps have read the data of the round before the last in this buffer.
     if (blocks > 1 && round > 1) cluster_wait();
-    float4* const to = sums + (round & 1) * p.sums_size + (rank << k_warp_bits | k_warp) * 32 + lane;
+    float4* const to = sums + (round & 1) * p.sums_size + lane;
+#pragma unroll 1
+    for (int part = 0; part < parts; ++part) {
+      const int number = own_tile + part, tile = first_tile + round * stride + number;
+      float4 acc[kColumns] = {};
+      if (tile < p.tiles) multiply(part ? 0 : own_begin, part ? next_end : own_end, acc);
+      const TileWarps warps = p.warps[number];
+      const int slot = rank * warps.count + warp - warps.first;
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) {
-      const int i = row_warp * kColumns + c;
-      float4* const there = to + (i >> cluster_bits) * slots * 32;
-      if (blocks == 1) {
-        *there = acc[c];
-      } else {
-        store_cluster(smem_address(there), smem_address(&sh.full[round & 1]), i & (blocks - 1), acc[c]);
+      for (int c = 0; c < kColumns; ++c) {
+        const int i = number * kColumns + c;
+        float4* const there = to + ((i >> cluster_bits) * p.slots + slot) * 32;
+        if (whole) {
+          if (tile < p.tiles) store_linear<Weights>(p, tile, c, acc[c]);
+        } else if (blocks == 1) {
+          *there = acc[c];
+        } else {
+          store_cluster(smem_address(there), smem_address(&sh.full[round & 1]), i & (blocks - 1), acc[c]);
+        }
       }
     }
     if (blocks > 1 && round > 0) {
@@ -464,7 +559,7 @@ __global__ void __launch_bounds__(kLinearThreads, 2) linears_kernel(const __grid
       if (round + 1 < p.rounds) cluster_arrive();
     }
   }
-  if (slots == 1) return;
+  if (whole) return;
   if (blocks > 1) {
     receive(p.rounds - 1);
   } else {

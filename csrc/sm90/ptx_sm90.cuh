@@ -89,7 +89,15 @@ __device__ __forceinline__ void copy_16_ahead(uint32_t smem, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(smem), "l"(from) : "memory");
 }
 
-// ---- bulk tensor copies ----
+// ---- bulk copies ----
+
+// Copies bytes, a multiple of 16, between addresses that are multiples of 16. `barrier` counts them.
+__device__ __forceinline__ void copy_bytes(uint32_t smem, const void* from, int bytes, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
 
 __device__ __forceinline__ void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x,
                                          int y) {

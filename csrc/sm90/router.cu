@@ -27,13 +27,12 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
   FP4_DYNAMIC_SHARED(uint4, 16, memory);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = cluster_rank();
   const int cluster_bits = kMostLinearClusterBits, blocks = 1 << cluster_bits;
-  const int row_warp_bits = p.config.row_warp_bits, k_warp_bits = kLinearWarpBits - row_warp_bits;
-  const int tile = warp & ((1 << row_warp_bits) - 1), k_warp = warp >> row_warp_bits;
-  const int slots = blocks << k_warp_bits;
+  const int tile = warp % p.config.group, k_warp = warp / p.config.group;
+  const int k_warps = kLinearWarps / p.config.group, slots = blocks * k_warps;
   // first and count are the block's steps of K; begin and own are the warp's among these.
   const int first = p.steps * rank >> cluster_bits;
   const int count = (p.steps * (rank + 1) >> cluster_bits) - first;
-  const int begin = count * k_warp >> k_warp_bits, own = (count * (k_warp + 1) >> k_warp_bits) - begin;
+  const int begin = count * k_warp / k_warps, own = count * (k_warp + 1) / k_warps - begin;
   const bool has_column = lane % 4 * 2 < p.rows;  // the lane's sums belong to rows that exist
 
   auto& sh = *reinterpret_cast<RouterShared*>(memory);
@@ -86,14 +85,14 @@ __global__ void __launch_bounds__(kLinearThreads, 2)
 
   float4* const sums = reinterpret_cast<float4*>(memory + p.sums_at);  // [slots][32]
   if (tile < p.tiles) {
-    const int step_size = kLinearStepK / 32 * x.lanes;
-    const uint4* at = x.fragments + begin * step_size + (lane / 4 & ((1 << x.row_bits) - 1)) * 4 + lane % 4;
+    PreparedRow row = x.of_lane(p);
+    row.advance(begin);
     float4 acc[4] = {};
-    for (int i = 0; i < own; ++i, at += step_size)
-      Weights::template multiply<1, 4>(ring + i * kLinearSlot, at, x.lanes, acc);
+    for (int i = 0; i < own; ++i, row.advance(1))
+      Weights::template multiply<1, 4>(ring + i * kLinearSlot, row, acc);
     for (int i = 1; i < 4; ++i)
       acc[0].x += acc[i].x, acc[0].y += acc[i].y, acc[0].z += acc[i].z, acc[0].w += acc[i].w;
-    float4* const to = sums + (rank << k_warp_bits | k_warp) * 32 + lane;
+    float4* const to = sums + (rank * k_warps + k_warp) * 32 + lane;
     if (has_column) store_cluster(smem_address(to), sums_full, tile, acc[0]);
   }
   if (warp > 0) return;

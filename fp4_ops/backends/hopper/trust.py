@@ -21,7 +21,7 @@ from ...runtime.oracle import relative_error
 BOUND = 4e-3
 """Bound of the error of bfloat16 results against float64."""
 K, EPS = 2048, 1e-6
-ROWS = (1, 8, 16, 32)
+ROWS = (1, 8, 16, 32, 64)
 """Numbers of rows that are checked: one row, and the largest number for each form of the kernel in a step."""
 SEQUENCES = 160
 """Sequences whose heads fill a GPU, so that no keys are divided."""
@@ -73,9 +73,9 @@ def _largest(name: str, error: Callable[[torch.dtype, str, int], float], sizes: 
 
 
 def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
-    """Returns the largest error of four calls: an addend and a norm before three products, the same with
-    weights in fp8, a product with a residual, and a norm that rounds after its weight. They run with `early`,
-    as in a step, where the kernel before makes x.
+    """Returns the largest error of six calls: an addend and a norm before three products, the same with
+    weights in fp8, a product with a residual, a norm that rounds after its weight, and three products alone,
+    in 16 bits and in fp8. They run with `early`, as in a step, where the kernel before makes x.
     """
 
     def draw(*shape: int) -> Tensor:
@@ -95,6 +95,8 @@ def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
     got += torch.ops.fp4.linears(
         x.clone(), weights[2:], [None], scale, EPS, None, early=True, norm_in_float=True
     )
+    for given, own in ((weights, None), (in_fp8, scales)):
+        got += torch.ops.fp4.linears(x.clone(), given, [None] * 3, None, 0.0, None, None, own, early=True)
     total = x + addend
 
     def scaled(t: Tensor) -> Tensor:
@@ -103,10 +105,11 @@ def _linears_error(dtype: torch.dtype, device: str, rows: int) -> float:
     normed = scaled(total).to(dtype) * scale
     exact = [w.double() for w in weights]
     want = [normed.double() @ w.T for w in exact] + [normed.double(), total.double()]
-    exact = [w.double() * s.double()[:, None] for w, s in zip(in_fp8, scales, strict=True)]
-    want += [normed.double() @ w.T for w in exact] + [normed.double(), total.double()]
+    dequantised = [w.double() * s.double()[:, None] for w, s in zip(in_fp8, scales, strict=True)]
+    want += [normed.double() @ w.T for w in dequantised] + [normed.double(), total.double()]
     want.append(x.double() @ weights[1].double().T + residual.double())
     want.append((scaled(x) * scale).to(dtype).double() @ weights[2].double().T)
+    want += [x.double() @ w.T for w in (*exact, *dequantised)]
     return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
 
 

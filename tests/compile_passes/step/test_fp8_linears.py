@@ -11,7 +11,7 @@ from torch import nn
 
 from fp4_ops.backends.hopper import trust
 from fp4_ops.compile_passes.step import linears
-from fp4_ops.compile_passes.step.linears import FP8_ROWS
+from fp4_ops.compile_passes.step.linears import FP8_ROWS, HOPPER
 
 fp4 = torch.ops.fp4
 
@@ -87,13 +87,15 @@ def test_a_large_weight_takes_its_norm_in(device, monkeypatch):
     assert forms(run(module, draw(device, 3, 1, K))) == [(1, True, False, True)]
 
 
-@pytest.mark.parametrize("rows, taken", [(FP8_ROWS, True), (FP8_ROWS + 1, False)])
-def test_rows(device, rows, taken):
-    """The kernels for up to this number of rows are checked at their first use."""
+@pytest.mark.parametrize("rows", [16, 17, FP8_ROWS, FP8_ROWS + 1])
+def test_rows(device, rows):
+    """Many rows have their norm before the products, which are one call. The kernels for up to FP8_ROWS are
+    checked at their first use."""
     assert max(trust.ROWS) == FP8_ROWS
     module = in_fp8(Attention().to(device, BF16), "q", "k", "v", "o")
     done = run(module, draw(device, rows, 1, K))
-    assert forms(done) == [(3, True, False, True), (1, False, True, True)] * taken
+    taken = rows <= FP8_ROWS
+    assert forms(done) == [(3, rows <= HOPPER.norm_rows, False, True), (1, False, True, True)] * taken
     assert len(done.calls("fp8_linear")) == 4 * (not taken)
 
 

@@ -127,7 +127,7 @@ def here(monkeypatch):
 
 def allow(monkeypatch, **changes):
     """Replaces the limits of all devices by Hopper's, with these changes."""
-    most = replace(HOPPER, **{"rows": 8, **changes})
+    most = replace(HOPPER, **{**dict.fromkeys(("rows", "norm_rows", "residual_rows"), 8), **changes})
     monkeypatch.setattr(linears, "limits", lambda device: most)
 
 
@@ -356,12 +356,29 @@ def test_many_rows_stay(device, shape):
 
 
 def test_the_most_rows_are_those_whose_kernels_are_checked(device, monkeypatch):
-    most = HOPPER.rows
-    assert most in trust.ROWS
-    allow(monkeypatch, rows=most)
+    """With more rows the norm comes before the products; then the router is a product alone, which stays."""
+    norm_rows, residual_rows, most = HOPPER.norm_rows, HOPPER.residual_rows, HOPPER.rows
+    assert {norm_rows, residual_rows, most} <= set(trust.ROWS)
+    monkeypatch.setattr(linears, "limits", lambda device: HOPPER)
     module = Attention().to(device, BF16)
-    assert len(run(module, draw(device, most, 1, K)).calls("linears")) == 3
-    assert not run(module, draw(device, most + 1, 1, K)).calls("linears")
+    normed, joined, residual = (3, True, False), (3, False, False), (1, False, True)
+    for rows, want in (
+        (norm_rows, [normed, residual, (1, True, False)]),
+        (norm_rows + 1, [joined, residual]),
+        (residual_rows, [joined, residual]),
+        (residual_rows + 1, [joined]),
+        (most, [joined]),
+        (most + 1, []),
+    ):
+        calls = run(module, draw(device, rows, 1, K)).calls("linears")
+        found = [(len(c.args[1]), c.args[3] is not None, c.args[5] is not None) for c in calls]
+        assert found == want, rows
+
+
+def test_large_weights_of_many_rows_stay(device, monkeypatch):
+    monkeypatch.setattr(linears, "limits", lambda device: replace(HOPPER, many_nbytes=1))
+    module = Attention().to(device, BF16)
+    assert not run(module, draw(device, HOPPER.norm_rows + 1, 1, K)).calls("linears")
 
 
 def test_rows_of_a_symbolic_number_stay(device):

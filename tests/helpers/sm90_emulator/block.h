@@ -41,11 +41,13 @@ struct Copy {
 };
 
 struct Load {
-  const CUtensorMap* map;
+  const CUtensorMap* map;  // null: `bytes` from `from`, to the same block
   uint32_t to, barrier;
   int x, y;
   uint32_t blocks;
   int ctas = 1;  // as in .cta_group
+  const void* from = nullptr;
+  uint32_t bytes = 0;
 };
 
 // What clusterlaunchcontrol.try_cancel writes; programs may not know its bits.

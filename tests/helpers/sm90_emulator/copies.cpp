@@ -47,6 +47,12 @@ const Map& contents(const CUtensorMap* map) { return *reinterpret_cast<const Map
 void Block::load(size_t which) {
   const Load load = loads_[which];
   loads_.erase(loads_.begin() + which);
+  if (load.map == nullptr) {
+    if (!holds(load.to, load.bytes)) return fail("a bulk copy goes beyond shared memory");
+    std::memcpy(memory_ + load.to, load.from, load.bytes);
+    complete_bytes(load.barrier, load.bytes);
+    return progressed();
+  }
   const Map& map = contents(load.map);
   const uint32_t elements = map.box[0] * map.box[1] * map.box[2], bytes = elements * map.element;
   // A map of 16 codes in 16 bytes counts codes, and its boxes begin at multiples of 128.
@@ -86,6 +92,12 @@ void Block::store(const Store& store) {
 
 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint32_t blocks) {
   block->loads_.push_back({map, to, barrier, x, y, blocks});
+}
+
+void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  if ((reinterpret_cast<uintptr_t>(from) | to | bytes) % 16 != 0 || bytes == 0)
+    return block->fail("a bulk copy is no multiple of 16 bytes");
+  block->loads_.push_back({nullptr, to, barrier, 0, 0, 0, 1, from, bytes});
 }
 
 void load_box_of_group(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int ctas) {

@@ -119,6 +119,7 @@ void fence_async_proxy();
 // ---- the copy engine ----
 
 void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, uint32_t blocks);
+void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier);
 // With .cta_group: for two CTAs, the barrier may be leading_barrier's.
 void load_box_of_group(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int ctas);
 uint32_t leading_barrier(uint32_t barrier);  // the address of the even block's

@@ -35,7 +35,11 @@ inline void copy_16(uint32_t smem, const void* from, bool there) {
 }
 inline void copy_16_ahead(uint32_t smem, const void* from) { emulator::copy(smem, from, 16); }
 
-// ---- bulk tensor copies ----
+// ---- bulk copies ----
+
+inline void copy_bytes(uint32_t smem, const void* from, int bytes, uint32_t barrier) {
+  emulator::load_bytes(smem, from, bytes, barrier);
+}
 
 inline void load_box(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int x, int y) {
   emulator::load_box(smem, map, barrier, x, y, 1u << emulator::cluster_rank());
