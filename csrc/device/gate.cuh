@@ -44,10 +44,13 @@ __device__ __forceinline__ float gate_divisor(const Gate& f, float gate) {
 // for each. `after` prevents this: it makes a step depend on the whole step before.
 template <bool kLimited, int kCount>
 __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount], float2 (&up)[kCount]) {
-  constexpr float kMostExponent = 62.f;
+  constexpr float kMostExponent = 62.f, kNothing = 92.f;
   const float rate = -1.44269502f * f.alpha;
   const uint32_t nothing = static_cast<uint32_t>(f.act) >> 8;  // zero, but the compiler does not know
   const auto power = [=](float g) { return approximate_power_of_two(fminf(g * rate, kMostExponent)); };
+  // Returns the product, or zero if the exponential is so large that the result is almost zero. Otherwise a
+  // gate of -1e20 would give -20, because its exponential is limited. As with torch, -inf gives NaN.
+  const auto dividend = [=](float g, float u) { return g * (g * rate > kNothing ? 0.f : u); };
   // Returns v, but not before all of `seen` is computed.
   const auto after = [=](uint32_t seen, float v) {
     return __uint_as_float(__float_as_uint(v) | (seen & nothing));
@@ -59,7 +62,7 @@ __device__ __forceinline__ void silu_values(const Gate& f, float2 (&gate)[kCount
       gate[j] = make_float2(min_or_nan(gate[j].x, f.limit), min_or_nan(gate[j].y, f.limit));
       up[j] = make_float2(limited_up(f, up[j].x), limited_up(f, up[j].y));
     }
-    up[j] = make_float2(gate[j].x * up[j].x, gate[j].y * up[j].y);
+    up[j] = make_float2(dividend(gate[j].x, up[j].x), dividend(gate[j].y, up[j].y));
     gate[j] = make_float2(power(gate[j].x), power(gate[j].y));
     powers |= __float_as_uint(gate[j].x) | __float_as_uint(gate[j].y);
   }

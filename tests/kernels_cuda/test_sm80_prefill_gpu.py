@@ -254,6 +254,20 @@ def test_gates(kernels, gate, format, config):
         case.check(kernels, config)
 
 
+def test_silu_of_large_gates_is_torchs(kernels):
+    """Infinite gates, NaN, and gates whose exponential float32 does not hold."""
+    inf = float("inf")
+    edges = [inf, -inf, float("nan"), 1e25, -1e25, 100, -100, 63, -63, 30, -30, 0]
+    out, w = torch.bfloat16, Weight("nvfp4", 2, 192, 256)
+    case = Case(w, CONTIGUOUS, [33, 70], 0, out, bias=torch.float32, gate="silu_interleaved")
+    case.bias[:, 0::2] = torch.tensor(edges, device="cuda").repeat(16)[: 192 // 2]
+    assert kernels.run(case.kernel, case.arguments()) == 0
+    products = torch.cat([case.values[case.ids == e] @ case.weights[e].T for e in range(2)])
+    want = (products + case.bias.double()[case.ids]).float()
+    want = torch.nn.functional.silu(want[:, 0::2]) * want[:, 1::2]
+    torch.testing.assert_close(case.result.float(), want, rtol=1e-2, atol=1e-4, equal_nan=True)
+
+
 @pytest.mark.parametrize("bias", [None, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("out", BOUND)
 def test_types(kernels, out, bias):
