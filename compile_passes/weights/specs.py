@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 
 from ...experts.packed import interleave
 from ...meta.formats import FORMATS
-from ...meta.layouts import LAYOUTS, packed_spec
+from ...meta.layouts import LAYOUTS, packed_spec, same_bytes
 from ...meta.torch_internals import is_traceable_wrapper_subclass
 from ...runtime.relayout import relayout
 from ...tensor import FP4Tensor
@@ -284,6 +285,8 @@ class StoredSpec:
 
     def pack(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.inference_mode(False), torch.no_grad():
+            if (held := self._held_by(inputs)) is not None:
+                return held
             given, parts = iter(inputs), []
             for h in self.sources:
                 parts.append(h.parts(*(next(given) for _ in range(h.inputs))))
@@ -303,6 +306,29 @@ class StoredSpec:
             operands = (packed, scale, global_scale)
             operands = relayout(operands, self.format, self.assembly.k, "plain", self.layout)
         return tuple(t for t in operands if t is not None)
+
+    def _held_by(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Return the operands that a whole weight already holds in this layout. A copy would hold the model's
+        weights twice. None for all other weights."""
+        if len(inputs) != 1 or self.rescale:
+            return None
+        (w,) = inputs
+        if type(w) is not FP4Tensor or not same_bytes(w.weight_layout, self.layout) or not self._is_whole(w):
+            return None
+        held, wanted = [t for t in w._operands() if t is not None], self.shapes(())
+        if [(t.numel(), t.dtype) for t in held] != [(prod(shape), dtype) for shape, dtype in wanted]:
+            return None
+        if any(t.is_inference() or not t.is_contiguous() for t in held):
+            return None
+        return tuple(t.detach().view(shape) for t, (shape, _) in zip(held, wanted, strict=True))
+
+    def _is_whole(self, w: FP4Tensor) -> bool:
+        if w.dim() == 3:
+            return self.assembly.whole([tuple(w.shape)]) is w.transposed
+        ((first, *others), *more) = self.assembly.experts
+        order, sizes = [("n", 0, 1), ("k", 0, 1)], self.assembly.shape[1:]
+        step = -1 if w.transposed else 1
+        return not others and not more and first.at == tuple(order[::step]) and sizes[::step] == w.shape
 
     def _piece(self, parts: list[Parts], piece: Piece) -> tuple[Tensor, Tensor, Tensor]:
         """Return (codes [n, K/2], block scales, global scale []) of one part of one expert."""

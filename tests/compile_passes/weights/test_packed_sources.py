@@ -195,6 +195,56 @@ def packed_from(weight: Tensor) -> list[tuple[tuple[int, ...], tuple[Tensor, ...
     return [(key, e.packed) for key, e in entries if id(weight) in key and not e.stores.isdisjoint(mine)]
 
 
+@pytest.mark.parametrize("layout, shared", [("tile16", True), ("plain", False)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_weight_in_the_kernels_layout_is_not_held_twice(layout, shared, transposed):
+    """Its operands are its own memory, which is also written to and replaced."""
+
+    def weight() -> FP4Tensor:
+        w = fp4_tensor(96, 64).prepack(layout)
+        return w.mT if transposed else w
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = parameter(weight())
+
+        def forward(self, x):
+            return x @ (self.weight if transposed else self.weight.mT)
+
+    module, recorder = Product(), Recorder(activation="bf16")
+    compiled = torch.compile(module, backend=recorder)
+    x = torch.randn(5, 64)
+
+    def agrees() -> bool:
+        want = decoded(module)(x)
+        return relative_error(compiled(x), want) < 5e-6
+
+    with torch.no_grad():
+        assert agrees() and recorder.ops == ["fp4::mm"]
+        ((_, operands),) = packed_from(module.weight)
+        mine = {memory_of(leaf) for leaf in leaves_of([module.weight])}
+        assert [memory_of(t) in mine for t in operands] == [shared] * 3
+        module.weight.copy_(weight())
+        assert agrees()
+        module.weight.packed.data.bitwise_xor_(8)
+        assert agrees()
+        module.weight = parameter(weight())
+        assert agrees()
+
+
+@pytest.mark.parametrize("layout, shared", [("tile16", True), ("plain", False)])
+def test_experts_in_the_kernels_layout_are_not_held_twice(layout, shared):
+    module = STYLES["dense bmm"](**SIZES)
+    module.w13 = parameter(fp4_tensor(3, 192, 64).prepack(layout).mT)
+    module.w2 = parameter(fp4_tensor(3, 64, 96).prepack(layout).mT)
+    check(module, decoded(module), ["fp4::moe"])
+    for weight in (module.w13, module.w2):
+        ((_, operands),) = packed_from(weight)
+        mine = {memory_of(leaf) for leaf in leaves_of([weight])}
+        assert [memory_of(t) in mine for t in operands] == [shared] * 3
+
+
 def test_a_new_value_is_noticed():
     module = hold(STYLES["where loop"](**SIZES), fp4_tensor)
     compiled = torch.compile(module, backend=Recorder(activation="bf16"), dynamic=True, fullgraph=True)
