@@ -207,7 +207,10 @@ def cpu_steps() -> str:
     heads = ["processor", "layers", "threads", "weights", "a step, ms", "without guards", "not compiled",
              "llama.cpp, ms", "llama.cpp / fp4_ops", "GB", "llama.cpp, GB", "512 tokens, ms",
              "llama.cpp, ms"]  # fmt: skip
-    ours, theirs = ("cpu_step_zen4", "cpu_step_zen5", "cpu_step_emeraldrapids"), "llama_cpp_qwen3_30b_h200"
+    ours = (
+        "cpu_step_zen4", "cpu_step_zen5", "cpu_step_emeraldrapids", "cpu_step_turns_emeraldrapids",
+    )  # fmt: skip
+    theirs = "llama_cpp_qwen3_30b_h200"
     other = min(rows(theirs, "decode", where="cpu"), key=lambda r: r["ms"])
     lines: list[list[Cell]] = []
     for name in ours:

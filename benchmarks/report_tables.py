@@ -46,6 +46,34 @@ def whole_steps() -> str:
 
 
 @table
+def outside_steps() -> str:
+    """Steps by the format of the weights outside the experts."""
+    names = ("step_h200", "step_outside_h200")
+    found = {(r["batch"], r["variant"]): r for n in names for r in rows(n, "step") if r["context"] == 100}
+    labels = {"fp4": "bf16", "fp8": "fp8", "all4": "nvfp4"}
+    batches = sorted({batch for batch, _ in found})
+    lines = [
+        [label, *(found[batch, variant]["ms"] for batch in batches), found[1, variant]["gb"]]
+        for variant, label in labels.items()
+    ]
+    timed = [f"{n} {'sequence' if n == 1 else 'sequences'}, ms" for n in batches]
+    return f"{grid(['attention and head', *timed, 'tensors held, GB'], lines)}\n\n{source(*names)}"
+
+
+@table
+def linears() -> str:
+    """Products of few rows, of one model."""
+    name = "linears_h200"
+    lines = [
+        [r["layer"], r["rows"], r["us"], r["separate_us"], r.get("fp8_us")]
+        for r in rows(name, "linears")
+        if r["model"] == "qwen3-30b" and r["rows"] in (1, 8, 16, 32, 64)
+    ]
+    heads = ["layer", "rows", "in 16 bits, us", "F.linear, us", "in fp8, us"]
+    return f"{grid(heads, lines)}\n\n{source(name)}"
+
+
+@table
 def stock_steps() -> str:
     names = ("step_layers_h200", "step_room_h200")
     found = {

@@ -23,7 +23,7 @@ model is 1.2e-2, and with `emulate_precision_casts` ours is 4.8e-3.
     stock    the bf16 model, torch.compile(model)
 
 `--kernels` also yields each kernel's time in a step. A kernel may begin while it waits for the one before it,
-so these times add up to more than the step.
+so these times, `us`, add up to more than the step. `added_us` begins at the end of the kernel before it.
 """
 
 from __future__ import annotations
@@ -193,20 +193,29 @@ class Step:
         torch.cuda.synchronize()
         return statistics.median([a.elapsed_time(b) for a, b in itertools.pairwise(events)][SKIP:])
 
-    def kernels(self) -> list[tuple[str, float, float]]:
-        """Returns the name, calls per step, and microseconds per step of each kernel."""
+    def kernels(self) -> list[tuple[str, float, float, float]]:
+        """Returns the name, calls per step, microseconds per step, and microseconds added to the step of each
+        kernel."""
         self.rewind()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(PROFILED):
                 self.graph.replay()
             torch.cuda.synchronize()
         us: collections.Counter[str] = collections.Counter()
+        added: collections.Counter[str] = collections.Counter()
         calls: collections.Counter[str] = collections.Counter()
-        for event in profile.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                us[event.name] += event.time_range.end - event.time_range.start
-                calls[event.name] += 1
-        return [(name, calls[name] / PROFILED, total / PROFILED) for name, total in us.most_common()]
+        ran = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        done = 0.0
+        for event in sorted(ran, key=lambda e: e.time_range.end):
+            start, end = event.time_range.start, event.time_range.end
+            us[event.name] += end - start
+            added[event.name] += end - done if done else end - start
+            calls[event.name] += 1
+            done = end
+        return [
+            (name, calls[name] / PROFILED, us[name] / PROFILED, total / PROFILED)
+            for name, total in added.most_common()
+        ]
 
 
 @torch.no_grad()
@@ -222,8 +231,9 @@ def work(case: Case, parent: Connection, kernels: bool) -> None:
             {"table": "step", **names, "ms": ms, "tokens_per_s": 1e3 * case.batch / ms, "error": step.error,
              "noise": step.noise, "compile_s": step.compile_s, "gb": torch.cuda.memory_allocated() / 1e9}
         ]  # fmt: skip
-        for name, calls, us in step.kernels() if kernels else ():
-            found.append({"table": "kernels", **names, "kernel": name[:120], "calls": calls, "us": us})
+        for name, calls, us, added in step.kernels() if kernels else ():
+            row = {"kernel": name[:120], "calls": calls, "us": us, "added_us": added}
+            found.append({"table": "kernels", **names, **row})
         parent.send(found)
     except Exception:
         parent.send(traceback.format_exc())
