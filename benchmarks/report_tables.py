@@ -35,6 +35,7 @@ def whole_steps() -> str:
     names = {
         "step_h200": "Qwen3-30B-A3B",
         "step_gpt_oss_120b_h200": "gpt-oss-120b",
+        "step_gpt_oss_120b_eight_h200": "gpt-oss-120b",
     }
     lines = [
         [model, r["context"], r["batch"], r["ms"], r["tokens_per_s"], r["gb"]]

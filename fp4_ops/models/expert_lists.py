@@ -15,7 +15,7 @@ from torch import nn
 from ..experts.find import PREPARED, TOO_NARROW, WHOLE_EXPERTS
 from ..experts.zero3 import emptied
 from ..meta.dtensors import split_over_processes
-from ..meta.formats import SMALLEST_SIDE
+from ..meta.formats import INT4_FORMATS, SMALLEST_SIDE
 from ..meta.layouts import preferred_layout
 from ..runtime.relayout import Operands
 from ..tensor import FP4Tensor
@@ -89,9 +89,12 @@ def put(
     packed, block_scale, global_scale = (t[0] if t is not None and t.numel() else None for t in operands)
     assert packed is not None and block_scale is not None
     tensor = FP4Tensor(packed, block_scale, global_scale, format=format, dtype=dtype, k=k, method=method)
+    # The layout that a compiled graph reads by default: from another one, it would make a copy of its own.
+    # With int4 that layout needs rows in fp8, which only the graph chooses.
     layout = preferred_layout(
-        packed.device.type, (n, k), dtype=dtype, format=format, batch_invariant=batch_invariant
-    )
+        packed.device.type, (n, k), dtype=dtype, format=format,
+        a_format="none" if format in INT4_FORMATS else "auto", batch_invariant=batch_invariant,
+    )  # fmt: skip
     tensor = tensor.prepack(layout)
     linear.weight = nn.Parameter(tensor, requires_grad=False)
     return tensor.nbytes

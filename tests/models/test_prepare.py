@@ -16,6 +16,7 @@ from torch import nn
 
 import fp4_ops
 from fp4_ops.backends.hopper import HOPPER
+from fp4_ops.compile_passes.options import Options
 from fp4_ops.experts.find import is_experts, recognise_gate
 from fp4_ops.experts.packed import PackedWeight
 from fp4_ops.meta import layouts
@@ -373,6 +374,20 @@ def test_weights_of_activations_that_stay_bfloat16_have_a_layout_of_their_own(
     report = fp4_ops.prepare(model, activation=activation)
     assert report.layout == experts_of(model)[0].down_proj.layout == layout
     assert layouts.preferred_layout("cpu", (128, 128)) == "sm90"  # the dtype is not known
+
+
+@pytest.mark.parametrize("format, layout", [("nvfp4", "sm90"), ("mxfp4", "sm90"), ("int4_g32", "plain")])
+def test_linear_layers_have_the_layout_that_a_compiled_graph_reads(monkeypatch, format, layout):
+    """The graph would hold a copy of weights in another one."""
+    monkeypatch.setitem(layouts._preferred, "cpu", lambda: ("mma_bf16", "sm90", "sm90_int4"))
+    monkeypatch.setitem(layouts._reads, "cpu", HOPPER.reads)
+    model = build("mixtral", torch.bfloat16, "grouped_mm", hidden_size=128)
+    fp4_ops.prepare(model, attention=format)
+    weight = model.model.layers[0].self_attn.o_proj.weight
+    assert weight.weight_layout == layout
+    wanted = Options().wanted
+    read = layouts.preferred_layout("cpu", (128, 128), dtype=torch.bfloat16, format=format, a_format=wanted)
+    assert format == "int4_g32" or read == layout
 
 
 @torch.no_grad()

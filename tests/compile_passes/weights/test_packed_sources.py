@@ -20,6 +20,7 @@ import fp4_ops
 from fp4_ops import FP4Tensor
 from fp4_ops.compile_passes.weights import packed as packed_weights
 from fp4_ops.compile_passes.weights.packed import leaves_of, memory_of
+from fp4_ops.compile_passes.weights.specs import Assembly, Piece, StoredSpec, prequantized
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -231,6 +232,27 @@ def test_a_weight_in_the_kernels_layout_is_not_held_twice(layout, shared, transp
         assert agrees()
         module.weight = parameter(weight())
         assert agrees()
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=["linear", "experts"])
+@pytest.mark.parametrize("layout", ["plain", "tile16", "mma_bf16", "sm90"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_a_weight_holds_is_what_packing_makes(format, layout, lead):
+    weight = fp4_tensor(*lead, 128, 192, format=format)
+    at = [*((("at", e),) for e in range(3))] if lead else [()]
+    pieces = tuple((Piece(0, (*place, ("n", 0, 1), ("k", 0, 1))),) for place in at)
+
+    def operands(w: FP4Tensor) -> tuple[Tensor, ...]:
+        way = prequantized(w)
+        assert way is not None
+        return StoredSpec(format, layout, Assembly(pieces, 128, 192), (way,)).pack(w)
+
+    own = weight.prepack(layout)
+    shared, made = operands(own), operands(weight.prepack("mma_bf16" if layout == "sm90" else "sm90"))
+    stores = {memory_of(leaf) for leaf in leaves_of([own])}
+    for t, new in zip(shared, made, strict=True):
+        assert memory_of(t) in stores and memory_of(new) not in stores
+        assert t.dtype == new.dtype and torch.equal(t.view(torch.uint8), new.view(torch.uint8))
 
 
 @pytest.mark.parametrize("layout, shared", [("tile16", True), ("plain", False)])
