@@ -66,7 +66,7 @@ std::optional<LinearsConfig> configure_linears(const LinearsParams& given, const
       if (gpu.sms * 7 / 8 < 1 << cluster_bits) continue;
       complete_linears(p, gpu.sms);
       // No more than a warp multiplies: the next kernel can begin if shared memory is left.
-      const int most = p.rows > 16 ? 3 : cluster_bits == 3 ? 4 : 8;
+      const int most = p.copied ? 3 : cluster_bits == 3 ? 4 : 8;
       if (!fit_depth(p, std::min(most, std::max(steps_of_warp(p), 3)), gpu)) continue;
       const double its = cost(p, fitted);
       if (!best || its < least) best = p.config, least = its;
