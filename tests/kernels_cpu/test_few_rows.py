@@ -25,8 +25,8 @@ EPSILON = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0*
 
 
 def close(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> None:
-    """`size` is the sum of the magnitudes that a sum has: a sum of terms that cancel may be far smaller. It is
-    zero if all weights are."""
+    """`size` is the sum of the magnitudes that a sum has: a sum of terms that cancel may be far smaller.
+    It is zero for weights of zeros."""
     assert got.shape == want.shape and got.is_contiguous()
     error = (got.double() - want).norm()
     assert error <= 3 * EPSILON[got.dtype] * size.norm(), (error.item(), got.dtype, tuple(got.shape))
