@@ -66,7 +66,7 @@ struct PlainWeights {
     fragments[3] = make_uint4(v[0].w, v[1].w, v[2].w, v[3].w);
   }
 
-  // Where a lane begins to read rows that are copied as they are.
+  // Returns the offset at which a lane begins to read rows that are copied as they are.
   static __device__ __forceinline__ int copied_at(int row_bytes) {
     return threadIdx.x % 8 * row_bytes + threadIdx.x % 32 / 8 * 16;
   }

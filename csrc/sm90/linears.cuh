@@ -121,7 +121,7 @@ __device__ __forceinline__ void store_linear(const LinearsParams& p, int tile, i
 
 // ---- x: the block's part of K as B operands ----
 
-// What a lane multiplies, from a step on.
+// Points at the fragments that a lane multiplies in a step.
 struct PreparedRow {
   const uint4* at;
   int place;        // among the four lanes of a quad
